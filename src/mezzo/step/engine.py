@@ -17,11 +17,11 @@ from ..distributed import RankConsensus, Signals, Wrapper, is_running
 from ..errors import StepError, StoppedRun
 from ..formats import LOW_DTYPES
 from ..kernels import any_dtensor, is_dtensor, norm_and_finite
-from ..loss_scale import LossScale, ask_before_steps, is_bad
+from ..loss_scale import LossScale, OneThread, ask_before_steps, is_bad
 from ..policy import Policy
 from .buffers import Buffers
 from .foreign_scaler import refuse_stranger
-from .grad_passes import GradStats, OneThread
+from .grad_passes import GradStats
 from .gradients import NOTHING, Gradients, OptimizerGrads
 from .invariants import ALWAYS, Invariants, look
 from .leftovers import refuse_repeated

@@ -9,7 +9,6 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from threading import RLock
 from typing import Any
 
 import torch
@@ -28,23 +27,6 @@ _log = logging.getLogger("mezzo.step")
 _ZERO_GRAD = Optimizer.zero_grad  # torch's, whatever somebody puts in its place later
 _PROBE = 2.0**24
 """Lifts the smallest fp16 number to 1: a zero that stays one under it is none that fp16 made."""
-
-
-class OneThread:
-    """A block for one thread at a time, which may enter it again; a StepError in any other, where gradients would be freed while they are read."""
-
-    def __init__(self) -> None:
-        self._lock = RLock()
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            raise StepError(
-                "another thread is inside of a backward, a step or a zero_grad of this stepper, whose gradients are the same. Have one "
-                "thread take its steps, or hold a threading.Lock around zero_grad, backward and step."
-            )
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
 
 
 @contextmanager

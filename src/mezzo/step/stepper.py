@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from numbers import Real
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import torch
@@ -13,7 +14,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import StepAttributeError, StepError, StepTypeError, did_you_mean, kind_of, shown
-from ..formats import is_number, number_of
 from ..optim import stepped_optimizer
 from .capture import CapturedStep, P, R
 from .capture_rules import refuse_in_graph
@@ -248,7 +248,7 @@ class Stepper(PreparedRun):
         Writes: weights, optimizer state, buffers of a skipped step, the loss scale.
         Syncs: no, with mezzo.optim and torch's fused optimizers without hooks or `on_applied`; else once.
         """
-        if not (is_number(power := number_of(norm_type)) and power == 2):
+        if not (isinstance(norm_type, Real) and norm_type == 2):
             raise StepError(
                 f"step(norm_type={shown(norm_type)}): steps clip by the L2 norm alone. Write torch.nn.utils.clip_grad_norm_ with this "
                 "norm_type inside `with amp.unscaled_grads():`, and then step without max_norm."
