@@ -287,7 +287,7 @@ def test_a_scaler_holds_no_model_and_leaves_no_guard() -> None:
     del scaler
     gc.collect()
     assert len(accumulation._asked) < number
-    assert list(_global_optimizer_pre_hooks.values()).count(accumulation._ask) == 1
+    assert list(_global_optimizer_pre_hooks.values()).count(accumulation.ask_watchers) == 1
 
 
 def test_a_scaler_may_end_while_torch_runs_its_hooks() -> None:

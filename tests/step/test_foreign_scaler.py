@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import mezzo
+from mezzo.errors import StepError
 
 
 @pytest.mark.parametrize("policy", ["bf16-master", "fp16-master"])
@@ -18,14 +19,27 @@ def test_an_optimizer_made_anew_beside_masters(policy: str, caplog: pytest.LogCa
     amp = mezzo.prepare(model, adamw(model), policy)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     backward = amp.backward if amp.policy.scaling is None else Tensor.backward
+    backward(F.mse_loss(model(X), X))
+    with pytest.raises(StepError, match=r"SGD.step\(\) was called on 0.weight, .* it would round its updates away"):
+        optimizer.step()
+    optimizer.zero_grad()
+    train(amp)
+    amp.release()
+    again = adamw(model)
+    train(mezzo.prepare(model, again, policy))  # the one before is still there
+
+
+def test_an_optimizer_without_masters_of_other_weights_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = net()
+    amp = mezzo.prepare(model, None, "bf16-master")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     for _ in range(2):
         optimizer.zero_grad()
-        backward(F.mse_loss(model(X), X))
+        F.mse_loss(model(X), X).backward()
         optimizer.step()
     assert caplog.text.count("SGD steps 16-bit weights") == 1
     assert "Write amp.backward(loss) and amp.step()" in caplog.text
-    optimizer.zero_grad()
-    train(amp)
+    assert amp.policy.params is torch.bfloat16
 
 
 @pytest.mark.parametrize("policy", ["bf16", "bf16-master"])

@@ -5,11 +5,13 @@ from .accumulation import Flag as Flag
 from .accumulation import GradVersions as GradVersions
 from .accumulation import OneThread as OneThread
 from .accumulation import ask_before_steps as ask_before_steps
+from .accumulation import ask_watchers as ask_watchers
 from .accumulation import check_loss as check_loss
 from .accumulation import either as either
 from .accumulation import grads_by_id as grads_by_id
 from .accumulation import host_decides as host_decides
 from .accumulation import is_bad as is_bad
+from .accumulation import num_watchers as num_watchers
 from .accumulation import stamps_of as stamps_of
 from .accumulation import without as without
 from .fused import StepScaling as StepScaling

@@ -293,15 +293,21 @@ def ask_before_steps(watcher: _StepWatcher) -> None:
     """
     if watcher in _asked:
         return
-    if _ask not in pre_hooks.values():
-        register_optimizer_step_pre_hook(_ask)
+    if ask_watchers not in pre_hooks.values():
+        register_optimizer_step_pre_hook(ask_watchers)
     _asked.add(watcher)
 
 
-def _ask(optimizer: Optimizer, args: object, kwargs: object) -> None:
+def ask_watchers(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """Ask those who are to be asked before an optimizer steps, as a hook of torch's. Raises: what they do."""
     if not is_compiling():
         for watcher in list(_asked):
             watcher.before_step(optimizer)
+
+
+def num_watchers() -> int:
+    """Return how many live that are asked before any optimizer steps. Host only."""
+    return len(_asked)
 
 
 class OneThread:

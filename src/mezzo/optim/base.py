@@ -29,6 +29,7 @@ from ..kernels import (
     store_master,
 )
 from ..kernels.operands import operands
+from ..loss_scale import ask_watchers, num_watchers
 from .checks import can_be_kept, check_dense, check_masters, check_options
 from .optimizer_state import OWN_OPTIONS, KeepsMasters, mode_of, moment_dtype
 from .param_batches import Active, GroupStep, ParamBatch, aligned, batches_of
@@ -56,12 +57,15 @@ def hook_steps(kind: type[torch.optim.Optimizer]) -> None:
 
 
 def is_hooked(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether anybody but mezzo has hooks on the steps of an optimizer, or on those of all. Host only."""
+    """Whether anybody has hooks on the steps of an optimizer, or on those of all, beside the stepper that prepared it. Host only."""
     pre, post = step_hooks(optimizer)
     for hook in pre.values():
         if not hook.__module__.startswith("mezzo."):  # may hand other arguments on
             return True
-    return bool(post or global_pre_hooks or global_post_hooks)
+    if post or global_post_hooks:
+        return True
+    is_its_own = bool(pre) and num_watchers() < 2  # the one that is asked is who steps it
+    return any([not (is_its_own and hook is ask_watchers) for hook in global_pre_hooks.values()])
 
 
 class KeptBatches:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._torch import is_capturing
-from ..binding import Binding, convert_, innermost, rebind, set_grad_dtype_, warn_of_replaced
+from ..binding import Binding, convert_, innermost, rebind, record, set_grad_dtype_, warn_of_replaced
 from ..distributed import RankConsensus, Signals, Wrapper, is_running
 from ..errors import StepError, StoppedRun
 from ..formats import LOW_DTYPES
@@ -377,8 +377,9 @@ class Engine:
     def before_step(self, optimizer: Optimizer) -> None:
         """Refuse or name the step of an optimizer that was not prepared: see `refuse_stranger`. Host only."""
         if not self.is_stepping:
-            stamps = {} if self.policy.scaling is None else self.gradients.stamps
-            refuse_stranger(optimizer, self.optimizers, stamps, self.names)
+            bound, stamps = record(self.root), {} if self.policy.scaling is None else self.gradients.stamps
+            is_released = bound is None or bound.binding is not self.recovery.binding
+            refuse_stranger(optimizer, self.optimizers, stamps, {} if is_released else self.names)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:

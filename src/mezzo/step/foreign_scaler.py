@@ -128,7 +128,7 @@ def refuse_stranger(
     kind = type(optimizer)
     if scaled:
         raise StepError(
-            f"{kind.__name__}.step() was called on gradients of {listed([names.get(p, 'a parameter') for p in scaled])} "
+            f"{kind.__name__}.step() was called on the gradients of {listed([names.get(p, 'a parameter') for p in scaled])}, "
             "which carry the loss scale, and this optimizer was not prepared. Give every optimizer to mezzo.prepare(model, [...]), "
             "and write amp.step(optimizer=...) for one of them."
         )
