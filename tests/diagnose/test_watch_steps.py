@@ -37,7 +37,7 @@ def test_a_rate_of_0_is_meant() -> None:
 def test_steps_that_move_are_healthy() -> None:
     report = unprepared(lr=10.0)
     assert report.idle == report.zero == 0 and report.is_healthy
-    assert "Healthy: 4 steps, one in 1 sampled." in str(report)
+    assert "Healthy: 4 steps, each sampled." in str(report)
 
 
 def test_gradients_of_0_are_no_health() -> None:
