@@ -536,18 +536,31 @@ def wrap_replicas(group: FSDPParamGroup, wrap: Callable[[ProcessGroup], ProcessG
         mesh.replicate_process_group = wrap(mesh.replicate_process_group)
 
 
-def holds_unreduced_grad(param: Any) -> bool:
-    """Whether `fully_shard` holds back a gradient of one weight, where no optimizer sees it."""
-    unsharded = getattr(param, "_unsharded_param", None)  # there once it was gathered
-    return param.unsharded_accumulated_grad is not None or (unsharded is not None and unsharded.grad is not None)
+def holds_unreduced_grads(group: Any) -> bool:
+    """Whether `fully_shard` holds back gradients of one group, or their sums over shards, where no optimizer sees them."""
+    unsharded = [getattr(param, "_unsharded_param", None) for param in group.fsdp_params]  # there once it was gathered
+    return (
+        group._partial_reduce_output is not None
+        or any(param.unsharded_accumulated_grad is not None for param in group.fsdp_params)
+        or any(param is not None and param.grad is not None for param in unsharded)
+    )
 
 
-def drop_unreduced_grad_(param: Any) -> None:
-    """Drop a gradient that `fully_shard` holds back. Writes: the state of the weight."""
-    if hasattr(param, "_unsharded_param"):
-        param._unsharded_param.grad = None
-    if param.unsharded_accumulated_grad is not None:  # from torch 2.15 on it is the gradient above, and read-only
-        param.unsharded_accumulated_grad = None
+def drop_unreduced_grads_(group: Any) -> None:
+    """Drop the gradients of one group that `fully_shard` holds back. Writes: the state of the group."""
+    group._partial_reduce_output = None
+    for param in group.fsdp_params:
+        if hasattr(param, "_unsharded_param"):
+            param._unsharded_param.grad = None
+        if param.unsharded_accumulated_grad is not None:  # from torch 2.15 on it is the gradient above, and read-only
+            param.unsharded_accumulated_grad = None
+
+
+def holds_back(group: Any) -> str | None:
+    """Return the method of `fully_shard` that has a group hold gradients back in the next backward pass; None is none."""
+    if not group.reduce_grads:
+        return "set_requires_gradient_sync(False)"
+    return "set_requires_all_reduce(False)" if group._is_hsdp and not group.all_reduce_grads else None
 
 
 # --- nested values --------------------------------------------------------------------------------------------------

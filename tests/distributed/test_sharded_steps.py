@@ -12,6 +12,7 @@ from tests.distributed.models import Language
 from tests.distributed.ranks import run
 from tests.tolerance import relative
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -277,6 +278,43 @@ def test_micro_batches_that_wait_are_dropped_with_the_others(policy: str) -> Non
         assert [name for name, grad in wanted[rank].items() if not torch.equal(grads[name], grad)] == []
 
 
+def _replicas_wait(rank: int, world: int, policy: str, all_reduces: tuple[bool, ...], is_dropped: bool = False) -> Any:
+    """Return the gradients of a step whose sums over shards wait for their replicas as told, or why there is none."""
+    model = nn.Linear(4, 4)
+    fully_shard(model, policy, mesh=init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicas", "shards")))
+    amp = mezzo.prepare(model, mezzo.optim.AdamW(model.parameters()), policy)
+    try:
+        for micro, all_reduce in enumerate(all_reduces):
+            model.set_requires_all_reduce(all_reduce)
+            amp.backward(model(torch.full((2, 4), 2.0**micro + rank)).float().sum())
+            if is_dropped and not all_reduce:
+                amp.zero_grad()
+        with amp.unscaled_grads() as grads:
+            found = {name: _whole(grad) for name, grad in grads.items()}
+        amp.step()
+    except (PolicyError, DistributedError) as error:
+        return str(error)
+    return found
+
+
+def test_sums_that_wait_for_their_replicas_are_in_the_step_or_refuse_it() -> None:
+    for sums in run(
+        2, _replicas_wait, "fp32", (False, True)
+    ):  # of 2 rows, each on both ranks and divided by their number
+        torch.testing.assert_close(sums["weight"], torch.full((4, 4), 8.0), rtol=0, atol=0)
+    for sums in run(2, _replicas_wait, "fp32", (False, True), True):
+        torch.testing.assert_close(sums["weight"], torch.full((4, 4), 5.0), rtol=0, atol=0)
+    said = (
+        "step() was called while gradients of 'the root' wait on their own rank: the last backward of this step ran under "
+        "set_requires_all_reduce(False). Write set_requires_all_reduce(True) before the last one."
+    )
+    assert run(2, _replicas_wait, "fp32", (True, False)) == [said] * 2
+    for found in run(2, _replicas_wait, "bf16, reduce=bf16", (False, True)):
+        assert (
+            "set_requires_all_reduce(False) was called on 'the root', whose weights are fp32, and torch sums" in found
+        )
+
+
 def _asks_for_what_cannot_be(rank: int, world: int, policy: str, optimizer: str, waits: bool) -> str:
     model = nn.Linear(4, 4)
     fully_shard(model, policy)
@@ -300,7 +338,7 @@ def _asks_for_what_cannot_be(rank: int, world: int, policy: str, optimizer: str,
     ("policy", "optimizer", "waits", "sentence"),
     [
         ("bf16, reduce=bf16", "adamw", True, "set_requires_gradient_sync(False) was called on 'the root', whose weights are fp32, and torch sums gradients that wait in the dtype of what is sent, reduce=bf16. Average every micro-batch, which is then summed in fp32, or write reduce=fp32 in the policy."),
-        ("bf16", "adamw", True, "step() was called while gradients of 'the root' wait on their own rank: every backward of this step ran under set_requires_gradient_sync(False). Write set_requires_gradient_sync(True) before the last one."),
+        ("bf16", "adamw", True, "step() was called while gradients of 'the root' wait on their own rank: the last backward of this step ran under set_requires_gradient_sync(False). Write set_requires_gradient_sync(True) before the last one."),
         ("fp32", "adamw", True, "step() was called while gradients of 'the root' wait"),
         ("bf16-master, grads=fp32", "adamw", False, "the policy declares grads=fp32, and torch gives the 2 sharded parameters that are stored in 16 bit (weight, ...) gradients of their own dtype. Leave grads out, and sum micro-batches in fp32 before they are rounded: model.set_requires_gradient_sync(False) for all but the last of a step."),
         ("bf16-master, master=fp32", "wrapped", False, "MasterWeights was given the sharded 16-bit parameter"),

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from .._torch import (
     default_group,
-    drop_unreduced_grad_,
+    drop_unreduced_grads_,
     fsdp_param_groups,
     fsdp_precision,
-    holds_unreduced_grad,
+    holds_back,
+    holds_unreduced_grads,
     wrap_replicas,
 )
 from ..errors import DistributedError, PolicyError, listed
@@ -263,20 +264,21 @@ class ShardWrapper(Wrapper):
         """Refuse, by a PolicyError, to sum gradients of fp32 weights that a module holds back in a `reduce` dtype of 16 bit."""
         for name, group in self._groups() if self._policy.reduce in LOW_DTYPES else ():
             stored = {param.sharded_param.dtype for param in group.fsdp_params}
-            if not group.reduce_grads and torch.float32 in stored:
+            if (method := holds_back(group)) and torch.float32 in stored:
                 raise PolicyError(
-                    f"set_requires_gradient_sync(False) was called on '{name or 'the root'}', whose weights are fp32, and torch "
+                    f"{method} was called on '{name or 'the root'}', whose weights are fp32, and torch "
                     f"sums gradients that wait in the dtype of what is sent, reduce={dtype_name(self._policy.reduce)}. Average every "
                     "micro-batch, which is then summed in fp32, or write reduce=fp32 in the policy."
                 )
 
     def check_step(self) -> None:
-        """Refuse a step whose backward passes all held gradients back, which were never averaged. Raises: DistributedError."""
+        """Refuse a step whose last backward passes held gradients back, which were never averaged. Raises: DistributedError."""
         for name, group in self._groups():
-            if any(map(holds_unreduced_grad, group.fsdp_params)):
+            if holds_unreduced_grads(group):
+                method = holds_back(group) or "set_requires_gradient_sync(False)"
                 raise DistributedError(
-                    f"step() was called while gradients of '{name or 'the root'}' wait on their own rank: every backward of this step "
-                    "ran under set_requires_gradient_sync(False). Write set_requires_gradient_sync(True) before the last one."
+                    f"step() was called while gradients of '{name or 'the root'}' wait on their own rank: the last backward of this step "
+                    f"ran under {method}. Write {method.replace('False', 'True')} before the last one."
                 )
 
     def why_apart(self, stepped: Iterable[Tensor]) -> str:
@@ -292,8 +294,7 @@ class ShardWrapper(Wrapper):
     def drop(self) -> None:
         """Drop gradients that a module holds back, which torch keeps where no optimizer sees them. Writes: they."""
         for _, group in self._groups():
-            for param in group.fsdp_params:
-                drop_unreduced_grad_(param)
+            drop_unreduced_grads_(group)
 
     def _groups(self) -> Iterator[tuple[str, Any]]:
         modules = sharded_modules(self._model).items()
