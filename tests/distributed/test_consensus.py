@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.distributed.ranks import outcomes, run
+from torch import nn
 
-from mezzo.distributed import RankConsensus
+from mezzo.distributed import RankConsensus, fully_shard
 from mezzo.distributed.group import spell
 from mezzo.distributed.rank_consistency import checksum
 from mezzo.errors import DistributedError
@@ -144,18 +145,27 @@ def test_a_lost_rank_is_named_within_the_timeout(how: str) -> None:
         assert seconds < 10
 
 
-def _model_error(rank: int, world: int) -> str:
+def _own_error(rank: int, world: int, what: str) -> str:
     consensus = RankConsensus()
     try:
         with consensus.watching():
-            torch.ones(2) @ torch.ones(3)
+            if what == "model":
+                torch.ones(2) @ torch.ones(3)
+            layer = nn.Linear(2, 2)
+            fully_shard(layer, "fp32")
+            layer.set_gradient_divide_factor(3.0)
+            layer(torch.ones(1, 2)).sum().backward()
     except RuntimeError as error:
-        return type(error).__name__
+        return f"{type(error).__name__}: {error}"
     return "none"
 
 
-def test_an_error_of_the_model_stays_what_it_is() -> None:
-    assert run(2, _model_error) == ["RuntimeError", "RuntimeError"]
+@pytest.mark.parametrize(
+    ("what", "said"), [("model", "inconsistent tensor size"), ("backend", "Cannot use ReduceOp.PREMUL_SUM with Gloo")]
+)
+def test_an_error_that_is_not_of_a_lost_rank_stays_what_it_is(what: str, said: str) -> None:
+    for found in run(2, _own_error, what):
+        assert found.startswith("RuntimeError: ") and said in found
 
 
 def test_without_ranks_there_is_nothing_to_agree_on() -> None:

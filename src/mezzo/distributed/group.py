@@ -23,7 +23,7 @@ _GRACE = timedelta(seconds=10)
 
 # gloo raises plain RuntimeErrors, so their text must tell them from errors of the model.
 _LOSS_MARKS = (
-    "gloo", "nccl", "timed out", "timeout caused pair closure", "connection closed", "connection reset", "broken pipe",
+    "gloo/", "nccl", "timed out", "timeout caused pair closure", "connection closed", "connection reset", "broken pipe",
 )  # fmt: skip
 # What torch's reducer asserts, where a wrapper is used otherwise than it can.
 _ASSERTED = {
