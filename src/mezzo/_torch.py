@@ -512,23 +512,20 @@ delayed_params: Callable[[DistributedDataParallel], Sequence[Tensor]] = attrgett
 
 def fsdp_precision(module: Any) -> MixedPrecisionPolicy:
     """Return the precision that `fully_shard` was given for a module."""
-    given: MixedPrecisionPolicy = module._get_fsdp_state()._mp_policy
-    return given
+    return module._get_fsdp_state()._mp_policy  # type: ignore[no-any-return]
 
 
 def fsdp_param_groups(module: Any) -> list[FSDPParamGroup]:
     """Return the parameter groups that one `fully_shard` made of a module."""
     state = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11
+    found = getattr(state, "_fsdp_param_groups", None)
+    return [one for one in [state._fsdp_param_group] if one] if found is None else list(found)  # None on torch 2.11
 
 
 def wrap_replicas(group: FSDPParamGroup, wrap: Callable[[ProcessGroup], ProcessGroup]) -> None:
     """Have `fully_shard` reduce over more than two replicas of a mesh with two dimensions by another group.
 
     Without it sums over them are rounded after each addition; the one addition of two is rounded once in any case.
-
     Writes: the record of the mesh, which is this group's own.
     """
     mesh: Any = group.mesh_info
@@ -536,31 +533,21 @@ def wrap_replicas(group: FSDPParamGroup, wrap: Callable[[ProcessGroup], ProcessG
         mesh.replicate_process_group = wrap(mesh.replicate_process_group)
 
 
-def holds_unreduced_grads(group: Any) -> bool:
-    """Whether `fully_shard` holds back gradients of one group, or their sums over shards, where no optimizer sees them."""
-    unsharded = [getattr(param, "_unsharded_param", None) for param in group.fsdp_params]  # there once it was gathered
-    return (
-        group._partial_reduce_output is not None
-        or any(param.unsharded_accumulated_grad is not None for param in group.fsdp_params)
-        or any(param is not None and param.grad is not None for param in unsharded)
-    )
+def unreduced_grads(group: Any) -> list[Tensor]:
+    """Return what `fully_shard` holds back of one group, where no optimizer sees it: gradients, and sums of them over shards."""
+    held = [group._partial_reduce_output, *(param.unsharded_accumulated_grad for param in group.fsdp_params)]
+    held += [param._unsharded_param.grad for param in group.fsdp_params if hasattr(param, "_unsharded_param")]
+    return [*filter(torch.is_tensor, held)]
 
 
 def drop_unreduced_grads_(group: Any) -> None:
-    """Drop the gradients of one group that `fully_shard` holds back. Writes: the state of the group."""
+    """Drop what `fully_shard` holds back of one group. Writes: its state."""
     group._partial_reduce_output = None
     for param in group.fsdp_params:
-        if hasattr(param, "_unsharded_param"):
+        if hasattr(param, "_unsharded_param"):  # there once it was gathered
             param._unsharded_param.grad = None
         if param.unsharded_accumulated_grad is not None:  # from torch 2.15 on it is the gradient above, and read-only
             param.unsharded_accumulated_grad = None
-
-
-def holds_back(group: Any) -> str | None:
-    """Return the method of `fully_shard` that has a group hold gradients back in the next backward pass; None is none."""
-    if not group.reduce_grads:
-        return "set_requires_gradient_sync(False)"
-    return "set_requires_all_reduce(False)" if group._is_hsdp and not group.all_reduce_grads else None
 
 
 # --- nested values --------------------------------------------------------------------------------------------------

@@ -16,8 +16,7 @@ from .._torch import (
     drop_unreduced_grads_,
     fsdp_param_groups,
     fsdp_precision,
-    holds_back,
-    holds_unreduced_grads,
+    unreduced_grads,
     wrap_replicas,
 )
 from ..errors import DistributedError, PolicyError, listed
@@ -251,6 +250,14 @@ def _group_of(params: Iterable[Tensor]) -> dist.ProcessGroup | None:
     return known[ranks]
 
 
+def _holding_back(group: Any) -> str | None:
+    """Return the call that has a group hold gradients back in the next backward pass; None is none."""
+    if not group.reduce_grads:
+        return "set_requires_gradient_sync(False)"
+    is_replicated = hasattr(group.mesh_info, "replicate_process_group")
+    return "set_requires_all_reduce(False)" if is_replicated and not group.all_reduce_grads else None
+
+
 class ShardWrapper(Wrapper):
     """A model whose weights lie in parts on the ranks of a mesh: sharded, or parallel by tensors. The policy's compute dtype is decided."""
 
@@ -264,7 +271,7 @@ class ShardWrapper(Wrapper):
         """Refuse, by a PolicyError, to sum gradients of fp32 weights that a module holds back in a `reduce` dtype of 16 bit."""
         for name, group in self._groups() if self._policy.reduce in LOW_DTYPES else ():
             stored = {param.sharded_param.dtype for param in group.fsdp_params}
-            if (method := holds_back(group)) and torch.float32 in stored:
+            if (method := _holding_back(group)) and torch.float32 in stored:
                 raise PolicyError(
                     f"{method} was called on '{name or 'the root'}', whose weights are fp32, and torch "
                     f"sums gradients that wait in the dtype of what is sent, reduce={dtype_name(self._policy.reduce)}. Average every "
@@ -274,8 +281,8 @@ class ShardWrapper(Wrapper):
     def check_step(self) -> None:
         """Refuse a step whose last backward passes held gradients back, which were never averaged. Raises: DistributedError."""
         for name, group in self._groups():
-            if holds_unreduced_grads(group):
-                method = holds_back(group) or "set_requires_gradient_sync(False)"
+            if unreduced_grads(group):
+                method = _holding_back(group) or "set_requires_gradient_sync(False)"
                 raise DistributedError(
                     f"step() was called while gradients of '{name or 'the root'}' wait on their own rank: the last backward of this step "
                     f"ran under {method}. Write {method.replace('False', 'True')} before the last one."
