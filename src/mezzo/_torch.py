@@ -534,7 +534,7 @@ def wrap_replicas(group: FSDPParamGroup, wrap: Callable[[ProcessGroup], ProcessG
 
 
 def unreduced_grads(group: Any) -> list[Tensor]:
-    """Return what `fully_shard` holds back of one group, where no optimizer sees it: gradients, and sums of them over shards."""
+    """Return the gradients of one group, and their sums over shards, that `fully_shard` keeps from the optimizer. Host only."""
     held = [group._partial_reduce_output, *(param.unsharded_accumulated_grad for param in group.fsdp_params)]
     held += [param._unsharded_param.grad for param in group.fsdp_params if hasattr(param, "_unsharded_param")]
     return [*filter(torch.is_tensor, held)]
