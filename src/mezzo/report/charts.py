@@ -39,9 +39,8 @@ def _ends(chart: Chart) -> tuple[float, float]:
     if chart.kind == "bars":
         low = min(low, 0.0)
     steps = [f"{step:.4g}" for step in _steps(low, high)]
-    pad = (
-        0.0 if len(set(steps)) == len(steps) else max(abs(low), abs(high)) / 100 or 0.5
-    )  # what labels do not tell apart is drawn side by side
+    # What labels do not tell apart is drawn side by side.
+    pad = 0.0 if len(set(steps)) == len(steps) else max(abs(low), abs(high)) / 100 or 0.5
     return max(low - pad, -_LARGEST), min(high + pad, _LARGEST)
 
 
