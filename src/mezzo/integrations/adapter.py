@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import reduce
@@ -13,11 +14,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..casting import autocast
-from ..errors import StepError
+from ..errors import StepError, StoppedRun
 from ..formats import LOW_DTYPES, describe
 from ..optim import parameters
 from ..policy import Policy, PolicyLike, as_policy
 from ..step import Stepper, StepResult, is_bound, prepare
+
+_log = logging.getLogger("mezzo.step")
 
 _WHICH = (
     "optimizers were given whose parameters belong to {count} of the models given so far; one loss scale is kept, so it "
@@ -118,7 +121,10 @@ class Adapter:
             count = sum(len(parameters(o)) for o in optimizers)
             # Each optimizer is stepped by a call of its own, also after one backward for all.
             is_apart = len(stepped) == count
-            self._stepper = prepare(trained[0], optimizers, self.policy, skip="independent" if is_apart else "together")
+            with self._in_its_words():
+                self._stepper = prepare(
+                    trained[0], optimizers, self.policy, skip="independent" if is_apart else "together"
+                )
             self._given = tuple(optimizers)
             _owners[trained[0]] = self
             self.load_state_dict(self._saved)
@@ -153,7 +159,12 @@ class Adapter:
         return autocast(home, enabled=enabled, policy=policy if home is None else policy.resolve(home))
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Add the gradients of a loss; see `Stepper.backward`. Syncs: no."""
+        """Add the gradients of a loss; see `Stepper.backward`. Syncs: where a clip waits for a step that was not taken."""
+        if self._clips:  # of what is there, and nothing where it was dropped
+            clipped = [p.grad for o in self.stepper.optimizers if id(o) in self._clips for p in parameters(o)]
+            if any(grad is not None and bool(grad.any()) for grad in clipped):
+                self.show_clipped()
+            self._clips.clear()
         self._shown.close()
         with self._in_its_words():
             self.stepper.backward(loss, **kwargs)
@@ -175,13 +186,16 @@ class Adapter:
                 clip = torch.nn.utils.clip_grad_norm_ if name == "max_norm" else torch.nn.utils.clip_grad_value_
                 clip(parameters(optimizer), bound)
 
-    def hide(self) -> None:
-        """Have `.grad` hold what the step takes again."""
+    def hide(self, optimizer: Optimizer) -> None:
+        """Have `.grad` hold what the step of an optimizer that is under way takes again, which knows how to clip."""
         self._shown.close()
+        self._clips.pop(id(optimizer), None)
 
     def clip(self, optimizer: Optimizer, **bound: float) -> None:
         """Have the next step of an optimizer clip: `max_norm` or `clip_value` of `Stepper.step`."""
-        self._clips.setdefault(id(optimizer), {}).update(bound)
+        if id(optimizer) in self._clips:  # a second clip is of what the first leaves
+            self.show_clipped()
+        self._clips[id(optimizer)] = bound
 
     def clip_norm(
         self, parameters: Iterable[Tensor], max_norm: float, clip_now: Callable[[list[Tensor]], Tensor] | None = None
@@ -203,8 +217,8 @@ class Adapter:
         _check_bound("max_norm", max_norm)
         params = [p for p in parameters if p.grad is not None]
         owner = self._owner(params) if clip_now is None else None
-        if owner is None or self._is_shown:
-            self.show()
+        if owner is None or self._is_shown or id(owner) in self._clips:
+            self.show_clipped()
             return torch.nn.utils.clip_grad_norm_(params, max_norm) if clip_now is None else clip_now(params)
         with self._in_its_words():
             norm = self.stepper.grad_norm(owner)
@@ -217,8 +231,8 @@ class Adapter:
         _check_bound("clip_value", clip_value)
         params = [p for p in parameters if p.grad is not None]
         owner = self._owner(params)
-        if owner is None or self._is_shown:
-            self.show()
+        if owner is None or self._is_shown or id(owner) in self._clips:
+            self.show_clipped()
             torch.nn.utils.clip_grad_value_(params, clip_value)
         else:
             self.clip(owner, clip_value=clip_value)
@@ -235,13 +249,24 @@ class Adapter:
 
     @contextmanager
     def _in_its_words(self) -> Iterator[None]:
-        """Have an error name the framework's calls, whose user has no stepper at hand."""
+        """Have errors and log lines name the framework's calls, whose user has no stepper at hand."""
+        _log.addFilter(self._reword)
         try:
             yield
-        except StepError as error:
-            if type(error) is StepError:
-                error.args = (reduce(lambda text, call: text.replace(*call), self.words.items(), str(error)),)
+        except (StepError, StoppedRun) as error:
+            error.args = tuple(self._translated(arg) if isinstance(arg, str) else arg for arg in error.args)
+            if isinstance(error, StoppedRun):
+                error.what, error.advice = self._translated(error.what), self._translated(error.advice)
             raise
+        finally:
+            _log.removeFilter(self._reword)
+
+    def _reword(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = self._translated(record.getMessage()), ()
+        return True
+
+    def _translated(self, text: str) -> str:
+        return reduce(lambda text, call: text.replace(*call), self.words.items(), text)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the run knows beside weights and optimizers, which the framework saves; what was loaded, if nothing is trained. Syncs: yes."""

@@ -118,6 +118,12 @@ class MezzoPrecision(Precision):
         """Go on from what was saved."""
         self._adapter.load_state_dict(state_dict)
 
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Go on from the loss scale that Lightning's own plugin of `precision="16-mixed"` saved."""
+        scaler = checkpoint.get("MixedPrecision", checkpoint.get("native_amp_scaling_state"))
+        if scaler is not None:
+            self._adapter.load_state_dict(scaler)
+
     def teardown(self) -> None:
         """Give the model back the methods it had."""
         self._undo.close()
@@ -144,6 +150,7 @@ class MezzoPrecision(Precision):
         if model.trainer.state.fn == TrainerFn.FITTING:
             # Lightning's stand-in for an optimizer, where configure_optimizers returns None, is not exported
             own = [innermost_optimizer(o) for o in optimizers if type(o).__name__ != "_MockOptimizer"]
+            _refuse_accumulation(model.trainer, own)
             self._adapter.forget()  # the last fit
         self._adapter.prepare([model], own)
         self._hold_schedulers(model, lr_schedulers)
@@ -167,7 +174,7 @@ class MezzoPrecision(Precision):
         """Have the step clip; at once where the module overrides `configure_gradient_clipping`, and may look afterwards."""
         if self._clips_now:
             super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
-        elif clip_val > 0:
+        elif clip_val > 0 and not self._runs_only:
             name = "clip_value" if gradient_clip_algorithm == GradClipAlgorithmType.VALUE else "max_norm"
             self._adapter.clip(innermost_optimizer(optimizer), **{name: clip_val})
 
@@ -175,7 +182,7 @@ class MezzoPrecision(Precision):
         """Compute the loss as an optimizer asks for it inside its step, and call what looks at gradients before a step."""
         loss = closure()
         self._before_step(model, optimizer)
-        self._adapter.hide()
+        self._adapter.hide(optimizer)
         return loss
 
     def _before_step(self, model: LightningModule, optimizer: Optimizer) -> None:
@@ -198,6 +205,19 @@ class MezzoPrecision(Precision):
 
         vars(module)["lr_scheduler_step"] = lr_scheduler_step
         self._undo.callback(_put_back, module, before)
+
+
+def _refuse_accumulation(trainer: Any, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse to sum micro-batches for an optimizer whose closure computes the last one's loss alone."""
+    later = [count for c in trainer.callbacks for count in (getattr(c, "scheduling", None) or {}).values()]
+    most = max(trainer.accumulate_grad_batches, *later) if later else trainer.accumulate_grad_batches
+    kinds: list[Any] = [type(wrapped_optimizer(o)) for o in optimizers]
+    asks = [kind.__name__ for kind in kinds if needs_closure(kind)]
+    if most > 1 and asks and trainer.lightning_module.automatic_optimization:
+        raise StepError(
+            f"accumulate_grad_batches={most} was given with {asks[0]}, which computes the loss again inside its step: that of "
+            "one batch, not of all that were summed. Write accumulate_grad_batches=1 and a larger batch_size of the DataLoader."
+        )
 
 
 def _put_back(module: nn.Module, method: Any) -> None:
