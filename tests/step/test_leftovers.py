@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -229,3 +230,37 @@ def test_weights_with_masters_are_stepped_by_nobody_else(policy: str, kind: Any)
     amp.release()
     model(torch.ones(4, 8)).square().mean().backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@pytest.mark.parametrize("policy", ["fp16, scaling.init_scale=1024", "bf16", "bf16-master"])
+@pytest.mark.parametrize("is_bad", [False, True])
+def test_gradients_that_are_set_to_zero_in_place_drop_the_step(policy: str, is_bad: bool) -> None:
+    """As in loops that leave a batch out after its backward: the flags of its loss go with it."""
+    results = []
+    for is_left_out in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+        optimizer = torch.optim.AdamW(model.parameters())
+        amp = mezzo.prepare(model, optimizer, policy)
+        optimizer.zero_grad(set_to_none=False)
+        if is_left_out:
+            loss = model(torch.ones(4, 8)).float().square().mean()
+            amp.backward(loss * (math.nan if is_bad else 3.0))
+            optimizer.zero_grad(set_to_none=False)
+        amp.backward(model(torch.full((4, 8), 0.5)).float().square().mean())
+        assert amp.step(max_norm=1.0).applied
+        results.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *results))
+
+
+def test_a_scaled_gradient_that_is_set_to_zero_in_place_is_zero() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp16, scaling.init_scale=1024")
+    before = [p.detach().clone() for p in model.parameters()]
+    for _ in range(2):
+        amp.backward(model(torch.ones(4, 8)).float().square().mean())
+        assert model[0].weight.grad is not None
+        model[0].weight.grad.zero_()
+    assert amp.step().applied
+    is_same = [torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True)]
+    assert is_same == [True, False, False, False]

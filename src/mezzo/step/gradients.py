@@ -21,7 +21,7 @@ from ..read_only import read_only
 from ..stamp import Stamp
 from .foreign_scaler import refuse_scaled
 from .grad_passes import add_up_parts_, drop, measure_flush, true_gradients
-from .leftovers import Leftovers, forget_zeroed, is_stale, refuse_no_params, refuse_replaced, why_no_gradients
+from .leftovers import Leftovers, forget_zeroed_, is_stale, refuse_no_params, refuse_replaced, why_no_gradients
 
 
 @read_only
@@ -142,7 +142,7 @@ class Gradients:
 
     def _begin(self, params: Sequence[Tensor], scale: Tensor | None, call: str) -> AccumulationState:
         """Return the step that a backward pass adds to, opened if there is none."""
-        pending = None if self.is_abandoned else self._pending
+        pending = None if self.is_abandoned or self._are_zeroed(params) else self._pending
         if pending is None:
             pending = AccumulationState(scale, self.home, penalty_bad=self._penalty_bad)
             if held := [p for p in params if p.grad is not None]:
@@ -257,6 +257,12 @@ class Gradients:
         is_at_rest = pending is not None and graph_task_id() == -1  # a pass that runs may have left none yet
         return is_at_rest and all(p.grad is None or is_stale(self.pending, p) for p in self.parameters())
 
+    def _are_zeroed(self, params: Sequence[Tensor]) -> bool:
+        """Whether somebody set all gradients to zero in place since the backward pass, and so dropped the step. Syncs: only if all were written."""
+        held = [p for p in params if p.grad is not None] if self._pending is not None and graph_task_id() == -1 else []
+        is_written = bool(held) and len(self._versions.changed(held)) == len(held)
+        return is_written and not any(bool(p.grad.any()) for p in held if p.grad is not None)
+
     @property
     def pending(self) -> AccumulationState:
         """The step in the making, which `collect` has required."""
@@ -366,16 +372,17 @@ class Gradients:
         changed = self._versions.changed(params)
         if not changed:
             return
-        zeroed = forget_zeroed(pending, changed) if pending.stale else []
+        if pending.stale:
+            forget_zeroed_(pending, changed)
         if pending.scale is None and not any(map(is_summed_apart, params)):
             self._versions.note(params)
-        elif edited := [p for p in self._versions.edited(params) if not any(p is known for known in zeroed)]:
+        elif edited := [p for p in self._versions.edited(params) if p.grad is not None and bool(p.grad.any())]:
             raise StepError(
                 f"the gradients of {listed([self._name(p) for p in edited])} were changed since backward(loss), while they carry the loss scale. "
                 "Edit them inside `with amp.unscaled_grads():`, clip with amp.step(max_norm=...), and write "
                 "amp.backward(loss) for every loss.backward()."
             )
-        elif zeroed:
+        else:
             self._versions.note(params)
 
     def _refuse_while_shown(self, call: str) -> None:

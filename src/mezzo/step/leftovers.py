@@ -111,12 +111,11 @@ def is_stale(pending: AccumulationState, param: Tensor) -> bool:
     return stamp is not None and param.grad is not None and stamp.is_of(param.grad)
 
 
-def forget_zeroed(pending: AccumulationState, params: Iterable[Tensor]) -> list[Tensor]:
-    """Take used-up gradients that were set to zero in place for dropped, and return their parameters. Syncs: yes, where used-up gradients were written."""
-    zeroed = [p for p in params if is_stale(pending, p) and p.grad is not None and not bool(p.grad.any())]
-    for p in zeroed:
-        del pending.stale[p]
-    return zeroed
+def forget_zeroed_(pending: AccumulationState, params: Iterable[Tensor]) -> None:
+    """Take used-up gradients that were set to zero in place for dropped. Syncs: yes, where used-up gradients were written."""
+    for p in params:
+        if is_stale(pending, p) and p.grad is not None and not bool(p.grad.any()):
+            del pending.stale[p]
 
 
 def refuse_no_params(optimizers: Iterable[Optimizer]) -> None:
