@@ -77,7 +77,8 @@ def check_saved(part: str, saved: Any, optimizer: Optimizer) -> None:
             refuse(where, f"belongs to none of the {len(params)} parameters")
     for group in groups:
         entries = {key: saved["state"][key] for key in group["params"] if saved["state"].get(key)}
-        _check_alike(part, entries)
+        if _is_known(optimizer):
+            _check_alike(part, entries)
         _check_torch(part, group, entries, getattr(optimizer, "inner", optimizer))
 
 
@@ -152,10 +153,10 @@ def _wanted(name: str, own: object, value: object) -> str:
 
 
 def _check_entry(part: str, entry: Mapping[str, Any], param: Tensor, optimizer: Optimizer) -> None:
-    own = optimizer.state.get(param, {})
+    own, is_known = optimizer.state.get(param, {}), _is_known(optimizer)
     for name, value in entry.items():
         now, where = own.get(name), f"{part}[{name!r}]"
-        if name in _COUNTS:
+        if is_known and name in _COUNTS:
             if not _is_number(value, 0):
                 refuse(where, f"is {_brief(value)}, and must be a finite number from 0")
         elif name in AUX_STATE.values():
@@ -166,14 +167,14 @@ def _check_entry(part: str, entry: Mapping[str, Any], param: Tensor, optimizer: 
             wanted = _AUX_DTYPES.get(name, low.dtype)
             if value.dtype is not wanted and not (wanted is torch.int16 and _is_widened(value)):
                 refuse(where, f"is {describe(value)}, and must be {dtype_name(wanted)}")
-        elif name in MOMENTS:
+        elif is_known and name in MOMENTS:
             if value is not None or name != _NONE_YET:
                 check_tensor(where, value, param, may_be_sparse=_is_torchs(optimizer))
             if value is not None and value.is_complex() is not param.is_complex():
                 refuse(where, f"is {value.dtype}, and the parameter {param.dtype}")
         elif isinstance(now, Tensor) and now.dim() > 0:
             check_tensor(where, value, now)
-        if name in MOMENTS | SQUARES and isinstance(value, Tensor) and (bad := _why_bad(name, value)):
+        if is_known and name in MOMENTS | SQUARES and isinstance(value, Tensor) and (bad := _why_bad(name, value)):
             refuse(where, f"holds {bad}, of which the next step makes inf or NaN in the weights")
 
 
@@ -207,6 +208,11 @@ _NEEDS = {
     ("momentum", "square_avg"): "momentum_buffer",
 }
 """Moments of torch's optimizers that an option asks for, beside one that is always there."""
+
+
+def _is_known(optimizer: Optimizer) -> bool:
+    """Whether what the optimizer keeps is what torch's own keep by these names: it, or the one in a wrapper, is torch's or mezzo's."""
+    return _is_torchs(optimizer) or type(getattr(optimizer, "inner", optimizer)).__module__.startswith("mezzo.")
 
 
 def _is_torchs(optimizer: Optimizer) -> bool:
