@@ -128,7 +128,8 @@ def _bind_one(module: nn.Module, binding: Binding, own: Precision, around: Preci
     elif not isinstance(inner, _Own):
         inner = in_place_of_forward(module, binding, own)
     attends = binding.has_own_ops and own is None and around not in FP32_RULES and _is_innermost_attention(module)
-    has_more = is_root or own is not None or attends or not (inner is None or inner in TRACED_AS_WRITTEN)
+    is_regular = own is None and not attends
+    is_as_written = is_regular and not is_root and (inner is None or inner in TRACED_AS_WRITTEN)
     module.__dict__[RECORD] = Bound(
         binding=binding,
         own=own,
@@ -137,7 +138,8 @@ def _bind_one(module: nn.Module, binding: Binding, own: Precision, around: Preci
         inner=inner,
         attends=attends,
         stays=isinstance(inner, _Own) or inner in CALL_FORWARD,
-        traced_key="" if has_more else binding.region_key,
+        is_regular=is_regular,
+        traced_key=binding.region_key if is_as_written else "",
     )
     if is_bound:
         return

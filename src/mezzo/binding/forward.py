@@ -38,7 +38,7 @@ from ..casting import (
 )
 from ..kernels import is_emulated
 from ..policy import FP32_RULES, CacheName, Policy
-from .module_rules import Precision, cast_nest, has_module_rules, run_ruled, when_traced
+from .module_rules import Precision, cast_nest, has_module_rules, run_ruled, when_traced, without_module_rules
 from .module_weights import Place, WideTensors, first_place, largest_matrix
 from .refusals import REFUSALS, leaves_dtypes
 
@@ -71,7 +71,7 @@ class Binding:
     widens: bool = False
 
     def __post_init__(self) -> None:
-        self._op_rules, self._is_low = _without_module_rules(self.policy), self.policy.is_low
+        self._op_rules, self._is_low = without_module_rules(self.policy), self.policy.is_low
         self._traced_rules = when_traced(self._op_rules, self.device_type or "cpu")  # a compiler traces `region`
         self._regions: dict[tuple[torch.dtype | None, CacheName], autocast] = {}
         self.fuses = self._is_low and has_module_rules(self.policy)  # `modules=none` is torch's autocast to the bit
@@ -151,12 +151,6 @@ class Binding:
             self._regions.clear()
 
 
-@functools.cache
-def _without_module_rules(policy: Policy) -> Policy:
-    """Return one and the same policy for all that are equal: a compiler makes a graph anew for another one."""
-    return policy.replace(modules=())
-
-
 @dataclass(eq=False, kw_only=True, slots=True)
 class Bound:
     """What one module knows of the policy it is bound to.
@@ -171,8 +165,7 @@ class Bound:
         attends: whether attention inside it runs mezzo's way.
         idle: calls that met no attention, in evaluation and in training; far below 0 once there was one.
         is_regular: whether inside the binding's region the module does nothing but run its forward.
-        traced_key: the key of regions in which a compiler traces nothing but the class's forward: one quick guard, where each attribute
-            asked is one, and an identity one in Python. Empty where there is more to trace.
+        traced_key: the key of regions where a compiler traces the class's forward alone, by one quick guard; empty where there is more.
         first: where the module's first parameter stands, once somebody asked.
         products: what is known of its products, once somebody asked.
         kept: casts of the module's weights that are kept, and what they are casts of.
@@ -186,16 +179,13 @@ class Bound:
     inner: Callable[..., Any] | None = None
     stays: bool = False
     attends: bool = False
+    is_regular: bool = True
     traced_key: str = ""
     idle: list[int] = field(default_factory=lambda: [0, 0], init=False, repr=False)
-    is_regular: bool = field(init=False)
     first: Place | None = field(default=None, init=False, repr=False)
     products: ProductWatch | None = field(default=None, init=False, repr=False)
     kept: tuple[object, tuple[Tensor, Tensor | None]] | None = field(default=None, init=False, repr=False)
     wide: WideTensors | Literal[False] | None = field(default=None, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self.is_regular = self.own is None and not self.attends
 
     def first_parameter(self, module: nn.Module) -> nn.Parameter | None:
         """Return the first of the module's parameters, sought anew where it no longer stands where it did. Host only."""
@@ -210,10 +200,7 @@ class Bound:
 
 
 class _Here(threading.local):
-    """Which binding's region this thread is in, and whether functorch was at work when it was entered.
-
-    `plain` is the binding where it was not: the one attribute that a module reads at each call.
-    """
+    """Which binding's region this thread is in, and whether functorch was at work when it was entered; `plain` is the binding where it was not."""
 
     def __init__(self) -> None:
         # Not on the class: there the compiler guards on whether a thread has its own, and fails when it gets them.
@@ -253,10 +240,7 @@ def _is_traced() -> bool:
 
 @dynamo_skip_frame
 def _is_recompute() -> bool:
-    """Whether a checkpointed part is run again inside a backward pass, under torch's autocast state of its first run.
-
-    torch's checkpoint enters that state, which shows in the nesting of autocast; a module called in a hook does not.
-    """
+    """Whether a checkpointed part is run again inside a backward pass: in autocast's state of its first run, as the nesting shows, unlike a module in a hook."""
     if is_compiling() or _here.outside or graph_task_id() == -1:
         return False
     torch.autocast_increment_nesting()

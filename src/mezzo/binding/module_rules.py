@@ -184,6 +184,12 @@ _NORMS = ("batch_norm", "instance_norm", "layer_norm", "group_norm", "rms_norm")
 
 
 @functools.cache
+def without_module_rules(policy: Policy) -> Policy:
+    """Return one and the same policy for all that are equal: a compiler makes a graph anew for another one."""
+    return policy.replace(modules=())
+
+
+@functools.cache
 def when_traced(policy: Policy, device_type: str) -> Policy:
     """Return a policy whose op rules cast where somebody takes ops apart: functorch, torch.jit.trace, the decompositions of torch.export.
 
