@@ -212,7 +212,7 @@ _NEEDS = {
 
 def _is_known(optimizer: Optimizer) -> bool:
     """Whether what the optimizer keeps is what torch's own keep by these names: it, or the one in a wrapper, is torch's or mezzo's."""
-    return _is_torchs(optimizer) or type(getattr(optimizer, "inner", optimizer)).__module__.startswith("mezzo.")
+    return type(getattr(optimizer, "inner", optimizer)).__module__.startswith(("torch.", "mezzo."))
 
 
 def _is_torchs(optimizer: Optimizer) -> bool:
