@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
+from torch._ops import HigherOrderOperator as HigherOrderOperator  # noqa: PLC0414  # exported
 from torch._ops import OpOverload as OpOverload  # noqa: PLC0414  # exported
 from torch.amp import autocast_mode
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
@@ -388,9 +389,7 @@ _SKIP_ALONE = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_f
 def dynamo_graph_break(function: Function) -> Function:
     """Have the compiler of torch 2.11, which cannot trace autocast's switches, leave a function and compile what it calls.
 
-    Without it a compiled prepared model raises there. Later compilers trace the function, which stays unmarked.
-
-    Writes: marks on the function and its code.
+    Without it a compiled prepared model raises there. Later ones trace it, unmarked. Writes: marks on the function and its code.
     """
     return function if _TRACES_REGIONS else dynamo_pass_through(function)
 

@@ -255,3 +255,29 @@ def test_a_region_in_a_part_of_a_graph(part: Any, around: Any) -> None:
         results.append([*outputs, x.grad])
         assert not torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled()
     check(*results)
+
+
+def mapped(forward: Any) -> Any:
+    from torch._higher_order_ops.map import map as map_rows
+
+    return lambda x: map_rows(forward, x)
+
+
+@pytest.mark.parametrize("around", [True, False], ids=["around", "inside"])
+@pytest.mark.parametrize("part", [checkpointed, branched, mapped])
+@traces_regions
+def test_the_rules_of_a_region_hold_in_a_part_of_a_graph(part: Any, around: bool) -> None:
+    linear, x = nn.Linear(8, 8), torch.randn(4, 8)
+    run = part(lambda x: linear(x).softmax(-1))
+    region = {"policy": "bf16, op:softmax=fp32"}
+    compiled = torch.compile(run if around else contains(run, region), fullgraph=True, backend="aot_eager")
+    got = contains(compiled, region)(x) if around else compiled(x)
+    with autocast("cpu", **region):
+        want = linear(x).softmax(-1)
+        eager = run(x)  # torch.cond and map compile themselves
+    assert want.dtype is torch.float32
+    check([got, eager], [want, want])
+    if part is checkpointed:
+        grads = (torch.autograd.grad(out.square().sum(), linear.weight) for out in (got, want))
+        check(*map(list, grads))
+    assert not torch.overrides._len_torch_function_stack()

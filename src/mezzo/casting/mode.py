@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .._torch import (
+    HigherOrderOperator,
     dynamo_skip_frame,
     function_modes,
     pop_function_mode,
@@ -126,6 +127,8 @@ class CastMode(TorchFunctionMode):
         if opened is not None:
             with self:
                 return opened(*args, **kwargs)
+        if torch.compiler.is_compiling() and isinstance(func, HigherOrderOperator):
+            args = self._parts_inside(args)
         if self.cache is not None and func in _UNTRACKED_HANDLES:
             self.cache.stop_tracking(args[0])
         try:
@@ -133,6 +136,21 @@ class CastMode(TorchFunctionMode):
         except RuntimeError as error:
             self._explain(error, func, None, args, kwargs)
             raise
+
+    def _parts_inside(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Have functions among arguments, as those of torch.cond, traced inside this mode, which is off while it handles a call."""
+
+        def inside(part: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                with self:
+                    return part(*args, **kwargs)
+
+            return run
+
+        with self:  # else torch 2.13 takes the first change of its modes for a side effect, which no part may have
+            pass
+        first = [inside(part) if callable(part) and not isinstance(part, type) else part for part in args[:3]]
+        return *first, *args[3:]  # among them flex_attention's score_mod, which runs in fp32
 
     def _run(self, func: Any, row: OpRow, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.current is not None and self.has_grad and not torch.compiler.is_compiling():
