@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -60,3 +63,23 @@ def test_an_average_of_another_model_is_not_named(caplog: pytest.LogCaptureFixtu
     model, other = net(), AveragedModel(nn.Linear(3, 3))
     mezzo.prepare(model, adamw(model), "bf16-master")
     assert other and "was made before" not in caplog.text
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16-master", "fp16"])
+def test_looking_around_keeps_nothing_alive(policy: str) -> None:
+    model, weight = net(), torch.tensor(2.0)
+    seen, amp = weakref.ref(model), mezzo.prepare(model, adamw(model), policy)
+    for _ in range(2):
+        amp.zero_grad()
+        amp.backward(model(torch.randn(4, 8)).square().mean() * weight)  # looks for a scaler whose factor that is
+        amp.step()
+    del model, amp
+    gc.collect()
+    assert seen() is None
+
+
+def test_what_a_caller_keeps_of_its_variables_stays_its() -> None:
+    model = net()
+    mine = locals()
+    mezzo.prepare(model, adamw(model), "bf16-master")
+    assert mine["model"] is model

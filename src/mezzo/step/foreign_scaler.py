@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dis import opname
+from inspect import CO_OPTIMIZED
 from itertools import chain
 from traceback import walk_stack
 from types import FrameType
@@ -37,7 +38,20 @@ NO_SCALER = (
 
 def is_called_by_scaler() -> bool:
     """Whether a method of a GradScaler is among the calls that led here. Host only."""
-    return any(isinstance(frame.f_locals.get("self"), torch.amp.GradScaler) for frame, _ in walk_stack(sys._getframe()))
+    return any(
+        isinstance(_variables(frame).get("self"), torch.amp.GradScaler) for frame, _ in walk_stack(sys._getframe())
+    )
+
+
+def _variables(frame: FrameType) -> dict[str, Any]:
+    """Return the variables of a running function, whose frame is left without the copy that `f_locals` keeps in it before Python 3.13: it outlives `del`."""
+    kept = frame.f_locals
+    found = dict(kept)
+    if (
+        sys.version_info < (3, 13) and frame.f_code.co_flags & CO_OPTIMIZED and sys.getrefcount(kept) == 3
+    ):  # else it is another's too
+        kept.clear()
+    return found
 
 
 def is_call(frame: FrameType) -> bool:
@@ -86,7 +100,9 @@ class AverageByHand:
 def warn_of_average(dtype: torch.dtype) -> bool:
     """Say what is lost where an average of weights is about to copy 16-bit ones, whose masters stay behind; return whether one is. Host only."""
     made = [
-        type(f.f_locals.get("self")).__name__ for f, _ in walk_stack(sys._getframe()) if f.f_code.co_name == "__init__"
+        type(_variables(f).get("self")).__name__
+        for f, _ in walk_stack(sys._getframe())
+        if f.f_code.co_name == "__init__"
     ]
     name = next(filter(_AVERAGES.search, made), None)
     if name is not None:
@@ -174,9 +190,10 @@ def _is_from(scaler: torch.amp.GradScaler, scale: Tensor, factor: Tensor) -> boo
 def _in_reach() -> Iterator[Any]:
     """Return what the functions that called have: variables, members of the object whose methods they are, of what its short lists hold, globals."""
     for frame, _ in walk_stack(sys._getframe(1)):
-        members = _members(frame.f_locals.get("self"))
+        variables = _variables(frame)
+        members = _members(variables.get("self"))
         held = [item for one in members if type(one) is list and len(one) < _SHORT for item in one]
-        yield from chain(list(frame.f_locals.values()), members, *map(_members, held), list(frame.f_globals.values()))
+        yield from chain(variables.values(), members, *map(_members, held), list(frame.f_globals.values()))
 
 
 def _members(owner: object) -> list[Any]:
