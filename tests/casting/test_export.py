@@ -128,6 +128,17 @@ def test_a_region_around_the_program_casts_it() -> None:
         assert torch.equal(program.module()(x), want)
 
 
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=traces_regions)])
+@pytest.mark.parametrize("around", [torch.autocast, mezzo.autocast])
+@pytest.mark.parametrize("name", ["bf16, output=fp32", "bf16, module:0=fp32", "bf16-master"])
+def test_a_region_around_the_export_changes_nothing_in_a_prepared_model(name: str, around: Any, strict: bool) -> None:
+    model, x = MODELS[name](), torch.randn(4, 8)
+    with around("cpu"):
+        program = export(model, (x,), strict=strict)
+    check_program(program, model, x)
+    assert not torch.is_autocast_enabled("cpu")
+
+
 def test_training_through_an_exported_program() -> None:
     model, x = MODELS["dispatcher"](), torch.randn(4, 8)
     program = export(model, (x,), strict=False).module()

@@ -29,10 +29,12 @@ from .._torch import (
     tracing_state,
 )
 from ..casting import (
+    ExportedModel,
     ProductWatch,
     autocast,
     bind_recompute,
     has_own_attention,
+    is_in_exported_model,
     is_large,
     run_attention,
 )
@@ -249,7 +251,7 @@ def _is_recompute() -> bool:
 
 def _is_inside(binding: Binding, traced: bool) -> bool:
     if is_dynamo_compiling() and is_exporting():
-        return torch.is_autocast_enabled(binding.device_type or "cpu")
+        return is_in_exported_model() and torch.is_autocast_enabled(binding.device_type or "cpu")
     return _here.binding is binding and traced is _here.traced
 
 
@@ -307,12 +309,10 @@ def _enter(
     bound: Bound, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, traced: bool
 ) -> Any:
     outer, outer_traced = _here.binding, _here.traced
-    region, args, kwargs, after, dtype = _open(
-        bound, module, args, kwargs, traced, not is_compiling() and frame_callback() is not None
-    )
-    # Export takes what is written and put back of a thread for an effect of the model.
-    if is_dynamo_compiling() and is_exporting():
-        with region:
+    between = not is_compiling() and frame_callback() is not None
+    region, args, kwargs, after, dtype = _open(bound, module, args, kwargs, traced, between)
+    if is_dynamo_compiling() and is_exporting():  # which takes what is written and put back of a thread for an effect
+        with region, ExportedModel():
             out = _run_inside(bound, module, forward, args, kwargs, traced)
         return _close(module, out, dtype, after)
     _set_thread_state(bound.binding, traced)

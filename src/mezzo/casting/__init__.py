@@ -20,3 +20,5 @@ from .provenance import backward_message as backward_message
 from .region import autocast as autocast
 from .region import checkpoint_contexts as checkpoint_contexts
 from .region import runs_later as runs_later
+from .tracing import ExportedModel as ExportedModel
+from .tracing import is_in_exported_model as is_in_exported_model

@@ -21,6 +21,8 @@ from .._torch import (
 
 _entries: list[Any] = []
 """The entry nodes of the regions that the strict exporter is inside."""
+_models: list[None] = []
+"""One for each prepared model that the strict exporter is inside."""
 _undo: list[Callable[[], None]] = []
 """What puts torch's state back as it was before each region that the compiler is inside, innermost last."""
 
@@ -106,3 +108,30 @@ def _add_entry(device_type: str, dtype: torch.dtype, enabled: bool) -> None:
 @constant_when_compiled
 def _add_exit() -> None:
     add_graph_node(exit_autocast, _entries.pop())
+
+
+@constant_when_compiled
+def is_in_exported_model() -> bool:
+    """Whether what the strict exporter traces just now runs inside a prepared model. Torch's switches may be those of a region around."""
+    return bool(_models)
+
+
+class ExportedModel:
+    """A prepared model, while the strict exporter is inside it."""
+
+    def __enter__(self) -> None:
+        _enter_model()
+
+    def __exit__(self, *_: object) -> None:
+        _exit_model()
+
+
+@constant_when_compiled
+def _enter_model() -> None:
+    _models.append(None)
+    on_trace_end(_models.clear)
+
+
+@constant_when_compiled
+def _exit_model() -> None:
+    _models.pop()
