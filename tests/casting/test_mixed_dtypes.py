@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.masked import masked_tensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils._pytree import tree_leaves, tree_map
 
 import mezzo
@@ -133,3 +135,15 @@ def test_an_error_about_integers_is_not_called_a_matter_of_casting() -> None:
     with pytest.raises(RuntimeError) as caught, mezzo.autocast("cpu"):
         torch.nn.functional.nll_loss(torch.randn(2, 3), torch.zeros(2))
     assert not isinstance(caught.value, CastError)
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16, ops=mezzo"])
+def test_tensors_with_a_dispatch_of_their_own(policy: str) -> None:
+    """A mask that is a type and two sizes, and sums of a MaskedTensor, which take no dtype."""
+    q = torch.randn(1, 2, 5, 8)
+    with mezzo.autocast("cpu", policy=policy):
+        out = nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=causal_lower_right(5, 5))
+        total = masked_tensor(q, q > 0).sum()
+    want = nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    torch.testing.assert_close(out.float(), want, atol=0.02, rtol=0.02)
+    torch.testing.assert_close(total.get_data(), q[q > 0].sum())

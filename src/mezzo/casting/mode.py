@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 
 from .._torch import (
@@ -38,6 +39,7 @@ def eligible(value: object, device_type: str) -> bool:
         and value.is_floating_point()
         and value.device.type == device_type
         and value.dtype is not torch.float64
+        and not isinstance(value, CausalBias)  # a mask that is a type and two sizes, and has no values
     )
 
 
@@ -161,7 +163,8 @@ class CastMode(TorchFunctionMode):
             raise ForbiddenOpError(f"{row.op} is forbidden here: {row.reason}. Write {row.instead}.")
         target, low_out = self._target(row.rule, device, low, args, kwargs)
         if target is not None and row.by_dtype:
-            if eligible(args[0] if args else kwargs.get("input"), device) and kwargs.get("dtype") is None:
+            given = args[0] if args else kwargs["input"]
+            if eligible(given, device) and given.dtype is not target and kwargs.get("dtype") is None:
                 kwargs = {**kwargs, "dtype": target}
         elif target is not None:
             args = tuple(map_tensors(value, lambda t: self._cast(t, target, device)) for value in args)
