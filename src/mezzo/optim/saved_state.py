@@ -212,7 +212,8 @@ _NEEDS = {
 
 def _is_known(optimizer: Optimizer) -> bool:
     """Whether what the optimizer keeps is what torch's own keep by these names: it, or the one in a wrapper, is torch's or mezzo's."""
-    return type(getattr(optimizer, "inner", optimizer)).__module__.startswith(("torch.", "mezzo."))
+    kinds = [kind for kind in type(getattr(optimizer, "inner", optimizer)).__mro__ if kind is not Optimizer]
+    return any(kind.__module__.startswith(("torch.", "mezzo.")) for kind in kinds)
 
 
 def _is_torchs(optimizer: Optimizer) -> bool:
