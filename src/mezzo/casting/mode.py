@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 
 from .._torch import (
@@ -29,6 +28,8 @@ from .op_rule_table import OpRuleTable
 from .provenance import mismatch_message
 from .tracing import enter_switch, exit_switch
 
+_BIASES = "torch.nn.attention.bias"
+"""Where masks are from that are a type and two sizes, and have no values. To import it is to import the compiler."""
 _UNTRACKED_HANDLES = (torch.Tensor.data.__get__, torch.Tensor.numpy)  # type: ignore[attr-defined]  # a descriptor
 
 
@@ -39,7 +40,7 @@ def eligible(value: object, device_type: str) -> bool:
         and value.is_floating_point()
         and value.device.type == device_type
         and value.dtype is not torch.float64
-        and not isinstance(value, CausalBias)  # a mask that is a type and two sizes, and has no values
+        and type(value).__module__ != _BIASES
     )
 
 
