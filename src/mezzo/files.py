@@ -121,8 +121,7 @@ def write_text(path: Path, text: str, *, several: bool = False) -> None:
         if path.exists() and not path.is_file():
             path.write_text(text, encoding="utf-8")
         else:
-            whole = Path(os.path.realpath(path))  # a link stays one
-            write_atomically(whole, lambda file: file.write(text.encode()), several=several)
+            write_atomically(Path(os.path.realpath(path)), lambda file: file.write(text.encode()), several=several)
     except OSError as error:  # that of a full disk names none
         error.filename = error.filename or str(path)
         raise

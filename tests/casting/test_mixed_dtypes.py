@@ -147,3 +147,10 @@ def test_tensors_with_a_dispatch_of_their_own(policy: str) -> None:
     want = nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
     torch.testing.assert_close(out.float(), want, atol=0.02, rtol=0.02)
     torch.testing.assert_close(total.get_data(), q[q > 0].sum())
+
+
+@pytest.mark.parametrize("name", ["a", "x"])
+def test_a_sum_takes_its_input_by_the_names_of_numpy(name: str) -> None:
+    with mezzo.autocast("cpu", torch.bfloat16, policy="bf16, ops=mezzo"):
+        assert torch.sum(**{name: torch.ones(3)}) == 3
+        assert torch.cumsum(dim=0, **{name: torch.ones(3)})[-1] == 3

@@ -179,6 +179,13 @@ def test_a_backward_that_is_refused_leaves_the_step_open(options: dict[str, Any]
     assert amp.step()
 
 
+@pytest.mark.parametrize("flags", [{}, {"retain_graph": True}, {"create_graph": True}])
+def test_a_loss_that_is_none_is_told_so_whatever_the_flags(flags: dict[str, bool]) -> None:
+    amp = prepared("AdamW", "bf16")
+    with pytest.raises(StepError, match=r"backward\(loss\) takes one floating number with its graph, not float"):
+        amp.backward(3.0, **flags)  # type: ignore[arg-type]
+
+
 def test_a_second_thread_is_refused_while_one_is_in_a_backward() -> None:
     amp, said = prepared("AdamW", "bf16"), []
 

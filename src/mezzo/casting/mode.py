@@ -28,8 +28,7 @@ from .op_rule_table import OpRuleTable
 from .provenance import mismatch_message
 from .tracing import enter_switch, exit_switch
 
-_BIASES = "torch.nn.attention.bias"
-"""Where masks are from that are a type and two sizes, and have no values. To import it is to import the compiler."""
+_BIASES = "torch.nn.attention.bias"  # of masks without values; to import it is to import the compiler
 _UNTRACKED_HANDLES = (torch.Tensor.data.__get__, torch.Tensor.numpy)  # type: ignore[attr-defined]  # a descriptor
 
 
@@ -164,7 +163,7 @@ class CastMode(TorchFunctionMode):
             raise ForbiddenOpError(f"{row.op} is forbidden here: {row.reason}. Write {row.instead}.")
         target, low_out = self._target(row.rule, device, low, args, kwargs)
         if target is not None and row.by_dtype:
-            given = args[0] if args else kwargs["input"]
+            given: Any = args[0] if args else kwargs.get("input")
             if eligible(given, device) and given.dtype is not target and kwargs.get("dtype") is None:
                 kwargs = {**kwargs, "dtype": target}
         elif target is not None:

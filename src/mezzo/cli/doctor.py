@@ -111,9 +111,8 @@ def _print(report: Report, options: argparse.Namespace) -> None:
         text = render_text(document, width=width, colour=sys.stdout.isatty(), full=options.full)
         print(text)
         if not options.full and text != render_text(document, width=width, colour=sys.stdout.isatty(), full=True):
-            print(
-                f"\nMore with --full, or on a page with --html FILE{', before the script' * (options.script is not None)}."
-            )
+            where = "" if options.script is None else ", before the script"
+            print(f"\nMore with --full, or on a page with --html FILE{where}.")
     if options.html is not None:
         report.to_html(options.html)
         print(f"mezzo doctor: the page is {options.html}.", file=sys.stderr)

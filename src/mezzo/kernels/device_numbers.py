@@ -23,7 +23,7 @@ class GraphTables:
     """What the host fills of a captured graph, for as long as the graph lives; with room for as many numbers as `num_asked` tells.
 
     While a graph is captured nothing reaches the device, so a table is filled behind it. It lies in memory of before: of the
-    graph's own, one block is lent to many tensors in turn, and a replay would write those over the table. What was on the device
+    graph's own, one block serves many tensors in turn, and a replay would write those over the table. What was on the device
     before the capture may be dropped any time, so none of it is taken.
     """
 

@@ -38,18 +38,16 @@ NO_SCALER = (
 
 def is_called_by_scaler() -> bool:
     """Whether a method of a GradScaler is among the calls that led here. Host only."""
-    return any(
-        isinstance(_variables(frame).get("self"), torch.amp.GradScaler) for frame, _ in walk_stack(sys._getframe())
-    )
+    callers = (_variables(frame).get("self") for frame, _ in walk_stack(sys._getframe()))
+    return any(isinstance(caller, torch.amp.GradScaler) for caller in callers)
 
 
 def _variables(frame: FrameType) -> dict[str, Any]:
     """Return the variables of a running function, whose frame is left without the copy that `f_locals` keeps in it before Python 3.13: it outlives `del`."""
     kept = frame.f_locals
     found = dict(kept)
-    if (
-        sys.version_info < (3, 13) and frame.f_code.co_flags & CO_OPTIMIZED and sys.getrefcount(kept) == 3
-    ):  # else it is another's too
+    is_copy = sys.version_info < (3, 13) and frame.f_code.co_flags & CO_OPTIMIZED
+    if is_copy and sys.getrefcount(kept) == 3:  # else it is another's too
         kept.clear()
     return found
 
@@ -132,10 +130,7 @@ def refuse_stranger(
 ) -> None:
     """Refuse the step of an optimizer that was not prepared, where gradients carry the loss scale, as their stamps tell, or prepared ones keep masters of its weights.
 
-    One of torch's on other 16-bit weights of the model, which has no masters, is named in the log once. Host only.
-
-    Raises:
-        StepError: as above; nothing was written.
+    That is a StepError. One of torch's on other 16-bit weights of the model, which has no masters, is named in the log once. Host only.
     """
     if any(optimizer in (known, wrapped_optimizer(known)) for known in prepared):
         return

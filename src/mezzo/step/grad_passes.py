@@ -111,8 +111,15 @@ def drop(optimizer: Optimizer, set_to_none: bool) -> None:
             p.grad = None
 
 
-def check_pass(call: str, inputs: Any, **flags: Any) -> list[Tensor]:
-    """Return what a backward pass is given as inputs, a tensor or some, after a look at these and at its flags. A StepError. Host only."""
+def check_flags(call: str, **flags: Any) -> None:
+    """Refuse, by a StepError, what is no flag of a backward pass; `retain_graph` may be None. Host only."""
+    for name, flag in flags.items():
+        if not (isinstance(flag, int) and flag in (0, 1)) and not (flag is None and name == "retain_graph"):
+            raise StepError(f"{call} was given {name}={shown(flag)}: write True or False.")
+
+
+def check_inputs(call: str, inputs: Any) -> list[Tensor]:
+    """Return what a backward pass is given as inputs, a tensor or some, as a list; a StepError for anything else. Host only."""
     try:
         found = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     except TypeError:
@@ -122,9 +129,6 @@ def check_pass(call: str, inputs: Any, **flags: Any) -> list[Tensor]:
         raise StepError(
             f"{call} was given inputs of {what}: write a tensor that the loss was made of, or a list of some."
         )
-    for name, flag in flags.items():
-        if not (isinstance(flag, int) and flag in (0, 1)) and not (flag is None and name == "retain_graph"):
-            raise StepError(f"{call} was given {name}={shown(flag)}: write True or False.")
     return found
 
 

@@ -21,7 +21,7 @@ from ..read_only import read_only
 from ..stamp import Stamp
 from .foreign_scaler import refuse_scaled
 from .grad_passes import add_up_parts_, drop, measure_flush, true_gradients
-from .leftovers import Leftovers, forget_zeroed_, is_stale, refuse_no_params, refuse_replaced, why_no_gradients
+from .leftovers import Leftovers, forget_zeros_, is_stale, is_zero, refuse_no_params, refuse_replaced, why_no_gradients
 
 
 @read_only
@@ -260,8 +260,8 @@ class Gradients:
     def _are_zeroed(self, params: Sequence[Tensor]) -> bool:
         """Whether somebody set all gradients to zero in place since the backward pass, and so dropped the step. Syncs: only if all were written."""
         held = [p for p in params if p.grad is not None] if self._pending is not None and graph_task_id() == -1 else []
-        is_written = bool(held) and len(self._versions.changed(held)) == len(held)
-        return is_written and not any(bool(p.grad.any()) for p in held if p.grad is not None)
+        is_written = bool(held) and all(self._versions.changed((p,)) for p in held)  # mostly the first is not
+        return is_written and all(map(is_zero, held))
 
     @property
     def pending(self) -> AccumulationState:
@@ -373,10 +373,10 @@ class Gradients:
         if not changed:
             return
         if pending.stale:
-            forget_zeroed_(pending, changed)
+            forget_zeros_(pending, changed)
         if pending.scale is None and not any(map(is_summed_apart, params)):
             self._versions.note(params)
-        elif edited := [p for p in self._versions.edited(params) if p.grad is not None and bool(p.grad.any())]:
+        elif edited := [p for p in self._versions.edited(params) if not is_zero(p)]:
             raise StepError(
                 f"the gradients of {listed([self._name(p) for p in edited])} were changed since backward(loss), while they carry the loss scale. "
                 "Edit them inside `with amp.unscaled_grads():`, clip with amp.step(max_norm=...), and write "

@@ -111,10 +111,15 @@ def is_stale(pending: AccumulationState, param: Tensor) -> bool:
     return stamp is not None and param.grad is not None and stamp.is_of(param.grad)
 
 
-def forget_zeroed_(pending: AccumulationState, params: Iterable[Tensor]) -> None:
+def is_zero(param: Tensor) -> bool:
+    """Whether a parameter has a gradient of nothing but zeros. Syncs: yes."""
+    return param.grad is not None and not bool(param.grad.any())
+
+
+def forget_zeros_(pending: AccumulationState, params: Iterable[Tensor]) -> None:
     """Take used-up gradients that were set to zero in place for dropped. Syncs: yes, where used-up gradients were written."""
     for p in params:
-        if is_stale(pending, p) and p.grad is not None and not bool(p.grad.any()):
+        if is_stale(pending, p) and is_zero(p):
             del pending.stale[p]
 
 

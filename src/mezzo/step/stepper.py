@@ -18,7 +18,7 @@ from ..optim import stepped_optimizer
 from .capture import CapturedStep, P, R
 from .capture_rules import refuse_in_graph
 from .closure import step_by_closure
-from .grad_passes import check_pass
+from .grad_passes import check_flags, check_inputs
 from .prepared_run import PreparedRun
 from .result import StepResult
 from .update import Clip
@@ -115,10 +115,9 @@ class Stepper(PreparedRun):
 
         Writes: gradients. Syncs: no.
         """
-        if retain_graph is not None or inputs is not None or create_graph is not False:
-            flags = {"retain_graph": retain_graph, "create_graph": create_graph}
-            found = check_pass("amp.backward(loss)", loss if inputs is None else inputs, **flags)
-            inputs = None if inputs is None else found
+        if retain_graph is not None or create_graph is not False:
+            check_flags("amp.backward(loss)", retain_graph=retain_graph, create_graph=create_graph)
+        inputs = None if inputs is None else check_inputs("amp.backward(loss)", inputs)
         self._engine.backward(loss, retain_graph, create_graph, inputs)
 
     def grad(
@@ -151,7 +150,8 @@ class Stepper(PreparedRun):
         Syncs: no.
         """
         flags = {"retain_graph": retain_graph, "create_graph": create_graph, "allow_unused": allow_unused}
-        engine, wanted = self._engine, check_pass("amp.grad(outputs, inputs)", inputs, **flags)
+        check_flags("amp.grad(outputs, inputs)", **flags)
+        engine, wanted = self._engine, check_inputs("amp.grad(outputs, inputs)", inputs)
         return engine.gradients.grad(outputs, wanted, engine.scale, create_graph, retain_graph, allow_unused)
 
     def external_backward(self) -> AbstractContextManager[None]:
@@ -316,11 +316,15 @@ class Stepper(PreparedRun):
             raise StepTypeError(
                 f"amp.on_applied takes a function, and got {type(function).__name__}. Write amp.on_applied(scheduler.step)."
             )
-        if _needs_arguments(function):
+        try:
+            inspect.signature(function).bind()
+        except TypeError:
             raise StepTypeError(
                 f"amp.on_applied calls a function without arguments, and {getattr(function, '__qualname__', function)} needs some. Write "
                 "amp.on_applied(lambda: ...) with the call in it, or call it yourself where its arguments are known."
-            )
+            ) from None
+        except ValueError:  # of a builtin, which tells nothing of its arguments
+            pass
         self._engine.callbacks.append((function, self._known(optimizer, "on_applied")))
         return function
 
@@ -352,10 +356,3 @@ class Stepper(PreparedRun):
         Syncs: no.
         """
         self._engine.drop(set_to_none)
-
-
-def _needs_arguments(function: Callable[..., object]) -> bool:
-    try:
-        return inspect.signature(function).bind() is None
-    except (TypeError, ValueError) as error:  # a ValueError is of a builtin that tells nothing
-        return isinstance(error, TypeError)
