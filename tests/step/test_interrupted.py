@@ -74,6 +74,23 @@ def test_a_prepare_that_is_interrupted_leaves_no_trace(name: str, policy: str) -
     assert count > 10
 
 
+def test_a_prepare_that_is_interrupted_in_its_last_lines_leaves_no_trace() -> None:
+    def is_interrupted(at: int) -> bool:
+        model = Net()
+        optimizer = optimizer_of("AdamW", model)
+        also = attributes(model, optimizer)
+        is_hit = interrupted(lambda: mezzo.prepare(model, optimizer, "bf16-master"), at)
+        assert (attributes(model, optimizer) == also) is is_hit, at
+        return is_hit
+
+    assert not is_interrupted(1 << 20)  # nothing is made for the first time after this
+    low, high = 0, 1 << 15
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if is_interrupted(middle) else (low, middle)
+    assert sum(map(is_interrupted, range(low - 100, low))) > 4  # a run has a few lines less than the one before
+
+
 @pytest.mark.parametrize("policy", ["bf16-master", "fp16-master"])
 def test_a_log_that_fails_leaves_the_model_unprepared(policy: str) -> None:
     class Full(logging.Handler):

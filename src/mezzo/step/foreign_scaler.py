@@ -44,8 +44,7 @@ def is_called_by_scaler() -> bool:
 
 def _variables(frame: FrameType) -> dict[str, Any]:
     """Return the variables of a running function, whose frame is left without the copy that `f_locals` keeps in it before Python 3.13: it outlives `del`."""
-    kept = frame.f_locals
-    found = dict(kept)
+    found = dict(kept := frame.f_locals)
     is_copy = sys.version_info < (3, 13) and frame.f_code.co_flags & CO_OPTIMIZED
     if is_copy and sys.getrefcount(kept) == 3:  # else it is another's too
         kept.clear()

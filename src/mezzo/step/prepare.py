@@ -148,7 +148,8 @@ def prepare(
     refuse_repeated(model, given)
     _check_shared(given, skip)
     was = original(inner, given)
-    with ExitStack() as undo:  # whatever raises, everything is put back, the last first
+    undo = ExitStack()
+    try:  # whatever raises, Ctrl-C too, everything is put back, the last first; no line of this comes after it
         undo.callback(remember(inner))
         undo.callback(remember_attributes(inner, given))
         optimizers = []
@@ -172,8 +173,10 @@ def prepare(
             offer()
         elif device.type in fused_devices():
             _offer_fused(optimizers, device.type)
-        undo.pop_all()
-    return stepper
+        return stepper
+    except BaseException:
+        undo.close()
+        raise
 
 
 def _offer_fused(optimizers: Sequence[Optimizer], kind: str) -> None:
