@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import ClassVar
+
 import pytest
 import torch
 from tests.torch_versions import traces_regions
@@ -10,6 +13,7 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.testing import CompileCounter
 
 import mezzo
+from mezzo.errors import PolicyError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:While compiling"),
@@ -109,3 +113,86 @@ def test_a_part_of_another_model_under_an_equal_policy_is_a_part_of_this_one(
         model.compile(backend=backend)
     assert model(torch.randn(2, 8)).dtype is torch.float32
     assert model.seen is dtype
+
+
+class Seen(nn.Linear):
+    """A layer that says in which dtype it ran."""
+
+    dtypes: ClassVar[list[torch.dtype]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        self.dtypes.append(out.dtype)
+        return out
+
+
+class Adapted(nn.Module):
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.up = base, Seen(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(x)
+
+
+@pytest.mark.parametrize("way", ["eager", "compile", "torch.compile", "function", "layers"])
+@pytest.mark.parametrize("change", ["a new layer", "an adapter", "a layer of another model"])
+@pytest.mark.parametrize("policy", ["bf16, module:0=fp32", "bf16-master, module:0=fp32", "bf16-master"])
+def test_modules_that_come_into_a_compiled_model_follow_its_policy(policy: str, change: str, way: str) -> None:
+    torch.compiler.reset()
+    Seen.dtypes.clear()
+    model = Chain(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp = mezzo.prepare(model, optimizer, policy=policy)
+    forward: Callable[[torch.Tensor], torch.Tensor] = model
+    if way == "compile":
+        model.compile(backend="eager", fullgraph=True)
+    elif way == "layers":
+        model[0].compile(backend="eager")
+    elif way != "eager":
+        forward = torch.compile(model if way == "torch.compile" else lambda x: model(x), backend="eager")
+
+    def step() -> None:
+        amp.backward(forward(torch.ones(4, 8)).float().sum())
+        assert amp.step()
+        amp.zero_grad()
+
+    step()
+    if change == "an adapter":
+        model[0] = Adapted(model[0])
+        optimizer.add_param_group({"params": list(model[0].up.parameters())})
+    else:
+        other = Chain(Seen(8, 8))
+        if change != "a new layer":
+            mezzo.prepare(other, policy="fp16")
+        model[0] = other[0]
+        optimizer.param_groups[0]["params"][:2] = list(model[0].parameters())
+    for _ in range(3):
+        step()
+    low = policy == "bf16-master"
+    assert Seen.dtypes == [torch.bfloat16 if low else torch.float32] * len(Seen.dtypes)
+    assert len(Seen.dtypes) >= 3
+    new = model[0].up if change == "an adapter" else model[0]
+    assert new.weight.dtype is (torch.bfloat16 if low else torch.float32)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_change_that_no_policy_allows_is_refused_by_the_step_of_a_compiled_model(compiles: bool) -> None:
+    torch.compiler.reset()
+    model = Chain(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp = mezzo.prepare(model, optimizer, policy="bf16, module:1=fp32")
+    if compiles:
+        model.compile(backend="eager")
+
+    def step() -> None:
+        amp.backward(model(torch.ones(4, 8)).sum())
+        amp.step()
+        amp.zero_grad()
+
+    step()
+    before, model[0] = model[0], model[1]
+    with pytest.raises(PolicyError, match="are one Linear in two places"):
+        step()
+    model[0] = before
+    step()

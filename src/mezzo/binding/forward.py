@@ -62,6 +62,7 @@ class Binding:
             torch.compile, with module and arguments; what it returns, if anything, is called with the output. It belongs
             to one stepper, which may leave another one to a copy of the model.
         owner: the stepper that was made with it; not copied either.
+        before_trace: called before a compiler traces a forward of the root, outside its graph; not copied.
         widens: whether weights that a policy before stored in 16 bit are stored in fp32 again, since now nothing casts what meets them.
     """
 
@@ -70,6 +71,7 @@ class Binding:
     cache: CacheName = "region"
     before_forward: BeforeForward | None = field(default=None, repr=False)
     owner: weakref.ref[Any] | None = field(default=None, repr=False)
+    before_trace: Callable[[], None] | None = field(default=None, repr=False)
     widens: bool = False
 
     def __post_init__(self) -> None:
@@ -95,7 +97,7 @@ class Binding:
 
     def __getstate__(self) -> dict[str, Any]:
         watch = self.stepper._note_copy() if self.is_trained else None
-        return {**self.__dict__, "before_forward": watch, "owner": None, "_regions": {}}
+        return {**self.__dict__, "before_forward": watch, "owner": None, "before_trace": None, "_regions": {}}
 
     @property
     def stepper(self) -> Any:
@@ -208,8 +210,7 @@ class _Here(threading.local):
         # Not on the class: there the compiler guards on whether a thread has its own, and fails when it gets them.
         self.binding: Binding | None = None
         self.plain: Binding | None = None
-        self.traced = False
-        self.outside = False
+        self.traced = self.outside = False
 
 
 class _Outside:
@@ -258,9 +259,8 @@ def _is_inside(binding: Binding, traced: bool) -> bool:
 @dynamo_pass_through
 def _run(bound: Bound, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
     traced = _is_traced()
-    if not _is_inside(bound.binding, traced):
-        return _enter(bound, module, forward, args, kwargs, traced)
-    return _run_inside(bound, module, forward, args, kwargs, traced)
+    run = _run_inside if _is_inside(bound.binding, traced) else _enter
+    return run(bound, module, forward, args, kwargs, traced)
 
 
 @dynamo_pass_through
@@ -289,6 +289,8 @@ def _open(
         if binding.before_forward is not None and not resumes:
             after = binding.before_forward(module, args, kwargs)
         bound.wide = WideTensors.of(module) if bound.wide is None else bound.wide
+    elif bound.is_root and binding.before_trace is not None:
+        binding.before_trace()
     if is_eager and not resumes and not (torch.is_grad_enabled() and saved_tensors_hooks() is None):
         bind_recompute(_Outside)
     if bound.around in FP32_RULES and bound.own is None and not resumes:

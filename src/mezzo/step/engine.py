@@ -83,6 +83,7 @@ class Engine:
         check_demotion(policy, self.consensus)
         self.is_stepping = False
         self.is_captured = False
+        self.refusal: Exception | None = None  # of a change that was met where a compiler traced the model
         self.num_steps = 0
         self.result: StepResult | None = None
         self._invariants = Invariants(names, self.buffers.nonfinite_counts)
@@ -214,6 +215,9 @@ class Engine:
     ) -> None:
         """Add a loss's gradients to those of this step; see `Stepper.backward`. Syncs: no."""
         self.refuse_capture("amp.backward(loss)")
+        if self.refusal is not None:
+            refusal, self.refusal = self.refusal, None
+            raise refusal
         self.find_ranks()
         if self.consensus is not None:
             self.consensus.wrapper.check_backward()

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._torch import active_ddp, own_modules
+from .._torch import active_ddp, constant_when_compiled, own_modules
 from ..binding import AfterForward, BeforeForward
 from ..distributed import is_running
-from ..errors import StepError, listed
+from ..errors import PolicyError, StepError, listed
 from ..formats import LOW_DTYPES, dtype_name
 from ..loss_scale import parameters
 from .engine import Engine
@@ -45,11 +45,7 @@ class ForwardHook:
                 engine.join(wrapper_around(engine.model, engine.policy, is_calling=True))
             if engine.consensus is not None:
                 engine.consensus.wrapper.note_forward()
-            if self.is_changed():
-                refuse_no_params(self._groups)
-                self._refuse_swapped()
-                engine.follow_changes()
-                self.look()
+            self.follow()
         buffers, note, watch = engine.buffers, None, None
         if buffers.slots or any(buffers.registries):
             if buffers.slots and engine.gradients.is_abandoned:
@@ -59,6 +55,22 @@ class ForwardHook:
             with_loss = engine.consensus is None and not engine.is_stepping
             watch = engine.recovery.keep(module, args, kwargs, with_loss=with_loss)
         return partial(_call_both, note, watch) if note is not None and watch is not None else note or watch
+
+    def follow(self) -> None:
+        """Take what changed of the model since it was looked at into the policy. Writes: as `Engine.follow_changes`."""
+        if self.is_changed():
+            refuse_no_params(self._groups)
+            self._refuse_swapped()
+            self._engine.follow_changes()
+            self.look()
+
+    def follow_traced(self) -> None:
+        """Do as `follow`, but leave a refusal to the step: the compiler would raise it as an internal error of its own."""
+        self._engine.refusal = None
+        try:
+            self.follow()
+        except (StepError, PolicyError) as error:
+            self._engine.refusal = error
 
     def look(self) -> None:
         """Take modules, groups and frozen parameters as they are now for what is known. Host only."""
@@ -119,6 +131,18 @@ def weakly(hook: ForwardHook) -> BeforeForward:
         return None if alive is None else alive(module, args, kwargs)
 
     return before_forward
+
+
+def before_trace(hook: ForwardHook) -> Callable[[], None]:
+    """Return what a compiler calls of a hook, outside its graph, where it traces the model. It does not keep the hook alive."""
+    reference = weakref.ref(hook)
+
+    @constant_when_compiled
+    def follow() -> None:
+        if (alive := reference()) is not None:
+            alive.follow_traced()
+
+    return follow
 
 
 def _call_both(first: AfterForward, second: AfterForward, output: object) -> None:

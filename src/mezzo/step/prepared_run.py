@@ -21,7 +21,7 @@ from ..policy import Policy
 from . import state_dict as checkpoint
 from .engine import Engine
 from .foreign_scaler import AverageByHand, is_call, warn_of_average
-from .forward_hook import ForwardHook, weakly
+from .forward_hook import ForwardHook, before_trace, weakly
 from .guard import Counters
 from .loading import MastersFollow, load_run_
 from .recovery import check_demotion
@@ -53,6 +53,7 @@ class PreparedRun:
         self._masters_follow = follow
         self._forward_hook = ForwardHook(self._engine)
         binding.before_forward, binding.owner = weakly(self._forward_hook), weakref.ref(self)
+        binding.before_trace = before_trace(self._forward_hook)
         for optimizer in self.optimizers:
             forbid_direct_steps(optimizer, self._engine, self)
 

@@ -123,7 +123,8 @@ class Recovery:
         """Bind another policy from the next forward on. Writes: the record of every module."""
         before = self.binding
         self.binding = bind(self._model, policy, before.cache)
-        self.binding.before_forward, self.binding.owner = before.before_forward, before.owner
+        for name in ("before_forward", "before_trace", "owner"):
+            setattr(self.binding, name, getattr(before, name))
 
     def forget(self) -> None:
         """Forget what earlier steps have shown: the run goes on from somewhere else. Syncs: with the last step."""
