@@ -109,7 +109,7 @@ def test_only_a_compiler_that_cannot_trace_regions_breaks_its_graph_there(
     traces: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_torch, "_TRACES_REGIONS", traces)
-    twice = _torch.dynamo_graph_break(lambda x: 2 * x)
+    twice = _torch.dynamo_pass_through(lambda x: 2 * x)
     graphs: list[torch.fx.GraphModule] = []
     compiled = torch.compile(lambda x: twice(x + 1) - 1, backend=lambda graph, inputs: graphs.append(graph) or graph)
     assert compiled(torch.ones(2)).tolist() == [3.0, 3.0]

@@ -386,14 +386,6 @@ _TRACES_REGIONS = hasattr(autocast_mode, "_UnmanagedAutocast")
 _SKIP_ALONE = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
 
 
-def dynamo_graph_break(function: Function) -> Function:
-    """Have the compiler of torch 2.11, which cannot trace autocast's switches, leave a function and compile what it calls.
-
-    Without it a compiled prepared model raises there. Later ones trace it, unmarked. Writes: marks on the function and its code.
-    """
-    return function if _TRACES_REGIONS else dynamo_pass_through(function)
-
-
 def dynamo_count_apart(function: Function) -> Function:
     """Give a function that is made again and again a code of its own: the compiler gives up one that it compiled eight times.
 

@@ -56,6 +56,8 @@ Traced = dict[tuple[str, str], list[tuple[str, float, int, list[str]]]]
 @pytest.fixture(scope="module")
 def traced() -> Traced:
     """Ops of small models on a GPU without memory, which a process has from its start or never."""
+    if torch.version.cuda is not None and not torch.cuda.is_available():
+        pytest.skip("torch built for CUDA takes no other device of that name")
     ran = subprocess.run([sys.executable, "-c", TRACED], cwd=SCRIPT.parent, check=True, capture_output=True, text=True)
     found = map(json.loads, ran.stdout.splitlines())
     return {(name, variant): [(*op,) for op in ops] for name, variant, ops in found}

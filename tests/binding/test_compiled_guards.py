@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from tests.torch_versions import traces_regions
+from tests.torch_versions import TORCH, traces_regions, warns_of_breaks
 from torch import nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.testing import CompileCounter
@@ -17,7 +17,7 @@ from mezzo.errors import PolicyError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:While compiling"),
-    pytest.mark.skipif(not traces_regions(), reason="the compiler of this torch leaves regions out"),
+    warns_of_breaks,
 ]
 
 
@@ -33,6 +33,7 @@ def chain(policy: str) -> nn.Module:
     return model
 
 
+@traces_regions
 def test_a_plain_module_is_asked_for_its_class_and_one_name() -> None:
     model = chain("bf16")
     model.compile(backend="eager", fullgraph=True)
@@ -46,6 +47,25 @@ def test_a_plain_module_is_asked_for_its_class_and_one_name() -> None:
     assert not any(" is L['self']" in line for line in inside), "an identity, which Python compares at each call"
 
 
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16-master"])
+def test_a_compiled_model_is_one_graph(policy: str) -> None:
+    torch.compiler.reset()
+    model, counter = Two(), CompileCounter()
+    mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy)
+    torch.compile(model, backend=counter)(torch.randn(2, 8))
+    assert counter.frame_count == 1
+
+
+@traces_regions
 def test_models_under_one_policy_share_a_graph_and_another_policy_is_noticed() -> None:
     torch.compiler.reset()
     counter, x = CompileCounter(), torch.randn(2, 8)
@@ -146,7 +166,7 @@ def test_modules_that_come_into_a_compiled_model_follow_its_policy(policy: str, 
     amp = mezzo.prepare(model, optimizer, policy=policy)
     forward: Callable[[torch.Tensor], torch.Tensor] = model
     if way == "compile":
-        model.compile(backend="eager", fullgraph=True)
+        model.compile(backend="eager", fullgraph=TORCH >= (2, 12))
     elif way == "layers":
         model[0].compile(backend="eager")
     elif way != "eager":

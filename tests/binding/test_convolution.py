@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from tests.kernels.test_convolution import distance, needs_pairs
 from tests.tolerance import relative
+from tests.torch_versions import traces_regions
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -182,6 +183,7 @@ def test_regions_that_are_off_and_channels_last_leave_it_to_torch(calls: Calls) 
     assert calls.count == 0
 
 
+@traces_regions
 @needs_pairs
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_compiled_models_run_torchs(calls: Calls) -> None:

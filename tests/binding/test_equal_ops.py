@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from tests.binding.test_convolution import autocast, prepared, trained
 from tests.kernels.test_dropout import needs_kernel
+from tests.torch_versions import warns_of_breaks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -69,6 +70,7 @@ def test_dropout_is_torchs_to_the_bit(how: str, drawn: list[Tensor]) -> None:
 
 
 @needs_kernel
+@warns_of_breaks
 def test_where_dropout_is_torchs(drawn: list[Tensor]) -> None:
     x = torch.randn(32, 64)
     prepared(Dropped()).eval()(x)

@@ -14,6 +14,7 @@ from tests.binding.test_convolution import autocast, prepared, trained
 from tests.kernels.test_convolution import IS_COMPILED
 from tests.kernels.test_linear_training import needs_kernel
 from tests.tolerance import relative
+from tests.torch_versions import traces_regions
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
@@ -260,6 +261,7 @@ def test_sequences_of_many_lengths_are_torchs(layout: torch.layout) -> None:
         assert torch.equal(one.to(other.dtype), other)
 
 
+@traces_regions
 @needs_kernel
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_compiled_models_run_torchs(calls: Calls) -> None:

@@ -17,7 +17,6 @@ from torch.compiler import is_compiling, is_dynamo_compiling, is_exporting
 
 from .._torch import (
     dynamo_count_apart,
-    dynamo_graph_break,
     dynamo_pass_through,
     dynamo_skip_frame,
     frame_callback,
@@ -346,7 +345,6 @@ def bound_class(original: type[nn.Module]) -> type[nn.Module]:
 
 
 def _make_class(original: type[nn.Module], written: Callable[..., Any]) -> type[nn.Module]:
-    @dynamo_graph_break
     @dynamo_count_apart
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
