@@ -88,7 +88,6 @@ class TorchNames(torch.amp.GradScaler):
             )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse a subclass that overrides what is never called."""
         super().__init_subclass__(**kwargs)
         dead = [name for name in _NEVER_CALLED if name in cls.__dict__ and cls.__module__.partition(".")[0] != "mezzo"]
         if dead:

@@ -76,10 +76,9 @@ def diff(left: PolicyFields, right: PolicyFields) -> PolicyDiff:
 def _scaling(config: ScalingConfig | None) -> str:
     if config is None:
         return "none"
-    return ", ".join(
-        ["dynamic", *(f"{change.what}={change.right}" for change in _config_changes("scaling", ScalingConfig(), config)
-                      if change.left != change.right)]
-    )  # fmt: skip
+    changes = _config_changes("scaling", ScalingConfig(), config)
+    edits = [f"{change.what}={change.right}" for change in changes if change.left != change.right]
+    return ", ".join(["dynamic", *edits])
 
 
 def _config_changes(name: str, left: object, right: object) -> list[Change]:

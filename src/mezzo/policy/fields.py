@@ -80,7 +80,6 @@ class ScalingConfig:
         return cls(init_scale=scale, min_scale=0.0, dynamic=False)
 
     def __post_init__(self) -> None:
-        """Refuse values outside their ranges."""
         check_kinds(self)
         in_fp32 = " in fp32, which holds the loss scale" if 0 < self.init_scale < math.inf else ""
         check(
@@ -120,7 +119,6 @@ class GuardConfig:
     check_every: int = 1000
 
     def __post_init__(self) -> None:
-        """Refuse values outside their ranges."""
         check_kinds(self)
         check(self.patience > 0, f"patience={self.patience} must be > 0.")
         check(self.check_every >= 0, f"check_every={self.check_every} must be >= 0.")
@@ -144,7 +142,6 @@ class ModuleRule:
     required: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse what no module can be given."""
         check(isinstance(self.pattern, str) and bool(self.pattern),
               f"a module rule needs a pattern, a name glob or a class name; got {self.pattern!r}.")  # fmt: skip
         check(self.pattern.isprintable(),
@@ -180,7 +177,6 @@ class OpRules:
     edits: tuple[tuple[str, Rule], ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse tables and ops that do not exist."""
         check_kinds(self)
         check(isinstance(self.edits, tuple) and all(isinstance(edit, tuple) and len(edit) == 2 for edit in self.edits),
               f"edits={shown(self.edits)} must be a tuple of (op, Rule).")  # fmt: skip
@@ -224,7 +220,6 @@ class PolicyFields:
     guard: GuardConfig = field(default_factory=GuardConfig)
 
     def __post_init__(self) -> None:
-        """Refuse contradictions."""
         if isinstance(self.ops, str):
             object.__setattr__(self, "ops", OpRules(table=self.ops))
         check_kinds(self)
@@ -237,7 +232,6 @@ class PolicyFields:
             check(
                 self.master == "none", f"master={self.master} needs 16-bit params; write params=bf16, or master=none."
             )
-
         check(not (self.reduce is FP8 and self.scaling is not None and self.scaling.dynamic),
               "reduce=fp8 sends in one step what rounding took away in the one before, which a loss scale that moves would make "
               "wrong; write scaling=none, as bf16 needs it, or reduce=bf16.")  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Literal, Union, get_args, get_origin, get_type_hints
@@ -55,14 +55,8 @@ NOUNS: Mapping[object, str] = {
 }  # fmt: skip
 
 
-def kinds(owner: type) -> Mapping[str, object]:
-    """Return the type of every field of a dataclass, resolved."""
-    return _hints(owner)
-
-
-@cache
-def _hints(owner: type) -> Mapping[str, object]:
-    return get_type_hints(owner)
+kinds: Callable[[type], Mapping[str, object]] = cache(get_type_hints)
+"""Return the type of every field of a dataclass, resolved."""
 
 
 def options(kind: object) -> tuple[object, ...]:

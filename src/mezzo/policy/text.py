@@ -102,12 +102,8 @@ class _Draft:
         prefix, _, name = key.partition(":")
         config, _, option = key.partition(".")
         bare = key.removeprefix("?").strip()
-        if (
-            option
-            and config not in CONFIGS
-            and word.casefold() not in PRECISIONS
-            and "Did" in did_you_mean(config, CONFIGS)
-        ):
+        is_option = bool(option) and config not in CONFIGS and word.casefold() not in PRECISIONS
+        if is_option and "Did" in did_you_mean(config, CONFIGS):
             raise PolicyError(_unknown_key(key, word))
         if bare.startswith(('"', "module:")) or is_pattern(bare):
             self.modules.append(read_module_rule(key, word))
