@@ -13,7 +13,7 @@ import mezzo
 from mezzo.errors import ConfigError, StepError
 from mezzo.loss_scale.fused import StepScaling
 from mezzo.step.grad_passes import drop
-from mezzo.step.update import Clip, Stepped, bare_step, true_grads_for
+from mezzo.step.update import Clip, bare_step, decides_on_device, true_grads_for
 
 from .step_models import INF, NAN, OPTIMIZERS, Net, batch, mse, wait_for_nothing
 
@@ -99,9 +99,9 @@ class TestClip:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_who_leaves_out_a_step_without_the_host(name: str) -> None:
     optimizer = OPTIMIZERS[name]([param()])
-    assert Stepped(optimizer).decides_on_device()
+    assert decides_on_device(optimizer)
     optimizer.register_step_post_hook(lambda *_: None)
-    assert not Stepped(optimizer).decides_on_device()
+    assert not decides_on_device(optimizer)
 
 
 def test_a_step_that_might_not_be_undone_is_decided_by_the_host() -> None:
@@ -110,7 +110,7 @@ def test_a_step_that_might_not_be_undone_is_decided_by_the_host() -> None:
     in_a_list = torch.optim.SGD([param()], lr=0.1)
     in_a_list.state[in_a_list.param_groups[0]["params"][0]] = {"sums": [torch.zeros(3)]}
     counting = mezzo.optim.MasterWeights(torch.optim.SGD([param()], lr=0.1), mode="stochastic")
-    assert not any(Stepped(one).decides_on_device() for one in (own, elsewhere, in_a_list, counting))
+    assert not any(decides_on_device(one) for one in (own, elsewhere, in_a_list, counting))
 
 
 def test_what_the_host_knows_to_be_bad_reaches_no_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from ..distributed import is_running
 from ..errors import StepError, listed
 from ..optim import MasterOptimizer, wrapped_optimizer
 from .engine import Engine
-from .update import Stepped
+from .update import decides_on_device
 
 
 def refuse_in_graph(**given: object) -> None:
@@ -58,7 +58,7 @@ def refuse_uncapturable_steps(engine: Engine) -> None:
                 f"amp.capture was given a step of torch's {name}, which keeps step counts for the host. "
                 f"Write {name}(..., capturable=True)."
             )
-        if not Stepped(optimizer).decides_on_device():
+        if not decides_on_device(optimizer):
             raise StepError(
                 f"amp.capture was given a step of {name}, which cannot be left out or undone on the device: it has hooks, or is "
                 "neither torch's nor mezzo's. Call the function itself."

@@ -30,7 +30,7 @@ from .recovery import Recovery, check_demotion
 from .release import Original
 from .report import ParameterNames, StateReport, make_report
 from .result import Skip, StepFlags, StepResult, check_grads
-from .update import UNFINISHED, Clip, Stepped, move_scale_, update_
+from .update import UNFINISHED, Clip, SteppedOptions, decides_on_device, move_scale_, update_
 
 Callback = tuple[Callable[[], object], Optimizer | None]
 
@@ -73,7 +73,7 @@ class Engine:
         self.recovery = Recovery(self.root, binding, self.gradients, self.buffers, self.loss_scale, names)
         self.guard = self.recovery.guard
         self.replay = self.recovery.replay
-        self._stepped = [Stepped(optimizer, index) for index, optimizer in enumerate(self.optimizers)]
+        self._stepped = [SteppedOptions(optimizer, index) for index, optimizer in enumerate(self.optimizers)]
         self.callbacks: list[Callback] = []
         self.consensus: RankConsensus | None = None
         self.not_yet: RankConsensus | None = None
@@ -258,9 +258,8 @@ class Engine:
         self.announce(optimizer, clip)
         flags, result = self.check_grads(grads, clip.max_norm)
         is_healthy = flags.is_known and flags.applied and not flags.flushed  # of which nothing is to be said
-        by_host = bool(self.callbacks) or not (
-            is_healthy or all([self._stepped[one.index].decides_on_device() for one in grads])
-        )
+        by_device = is_healthy or all([decides_on_device(one.optimizer) for one in grads])
+        by_host = bool(self.callbacks) or not by_device
         skipped = flags.skipped if flags.is_known else result.flags().skipped if by_host else None
         before = look(grads) if self._is_due and not self.is_captured else None
         if before is not None and self.consensus is not None and self.consensus.has_parts:
@@ -296,7 +295,7 @@ class Engine:
         consensus.signals = self.news.signals(lines, whole, consensus.num_steps)
 
     def refuse_options(self, optimizer: Optimizer | None, *, has_closure: bool) -> None:
-        """Refuse what `Stepped.refuse_options` does, of one optimizer or of all. Host only."""
+        """Refuse what `SteppedOptions.refuse_options` does, of one optimizer or of all. Host only."""
         for one in self._stepped:
             if optimizer is None or one.optimizer is optimizer:
                 one.refuse_options(has_closure=has_closure)

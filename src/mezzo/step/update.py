@@ -41,8 +41,6 @@ from .ranks import option_lines
 from .result import Skip, StepFlags
 
 _handles: weakref.WeakKeyDictionary[Optimizer, tuple[RemovableHandle, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
-
-
 _SCHEDULED = ("lr", "weight_decay", "momentum", "betas")
 """Options that schedules move, alike on all ranks; others may be what an optimizer found out of its own shards."""
 
@@ -95,35 +93,36 @@ def allow_direct_steps(optimizer: Optimizer) -> None:
         _handles.pop(optimizer)[0].remove()
 
 
-class Stepped:
-    """One optimizer, and what of it stays the same from step to step. Made once it is prepared."""
+def decides_on_device(optimizer: Optimizer) -> bool:
+    """Whether a step can be left out, or undone, on the device, so that the host need not know. Host only.
 
-    def __init__(self, optimizer: Optimizer, index: int = 0) -> None:
-        self.optimizer, self.index, self._inner = optimizer, index, wrapped_optimizer(optimizer)
-        self._parts = {optimizer, self._inner}
-        self._is_fused = is_fused(self._inner)
+    Not if there are hooks, which would run after steps that did not happen.
+    """
+    # The global hooks of torch.profiler and of mezzo's cache only take note; anybody else's may count steps.
+    everywhere = (*global_pre_hooks.values(), *global_post_hooks.values())
+    if any([hook.__module__.partition(".")[0] not in ("torch", "mezzo") for hook in everywhere]):
+        return False
+    for part in (optimizer, wrapped_optimizer(optimizer)):
+        pre, post = step_hooks(part)
+        if post or len(pre) > 1:  # one pre-hook is the stepper's or the wrapper's own
+            return False
+    return not _needs_undoing(optimizer) or can_be_undone(optimizer)
+
+
+def _needs_undoing(optimizer: Optimizer) -> bool:
+    """Whether an optimizer takes each step it is told to, whatever was found. Host only."""
+    inner = wrapped_optimizer(optimizer)
+    return not is_fused(inner) or _lacks_momentum(inner, optimizer)
+
+
+class SteppedOptions:
+    """An optimizer, its index among the prepared ones, and its options as they were when somebody last looked at them."""
+
+    def __init__(self, optimizer: Optimizer, index: int) -> None:
+        self.optimizer, self.index = optimizer, index
+        self._kind: Any = type(wrapped_optimizer(optimizer))
         self._options: list[object] = []
         self._lines: tuple[str, ...] = ()
-
-    def decides_on_device(self) -> bool:
-        """Whether a step can be left out, or undone, on the device, so that the host need not know. Host only.
-
-        Not if there are hooks, which would run after steps that did not happen.
-        """
-        # The global hooks of torch.profiler and of mezzo's cache only take note; anybody else's may count steps.
-        everywhere = (*global_pre_hooks.values(), *global_post_hooks.values())
-        if any([hook.__module__.partition(".")[0] not in ("torch", "mezzo") for hook in everywhere]):
-            return False
-        for part in self._parts:
-            # One pre-hook is the stepper's or the wrapper's own.
-            pre, post = step_hooks(part)
-            if post or len(pre) > 1:
-                return False
-        return not self.needs_undoing() or can_be_undone(self.optimizer)
-
-    def needs_undoing(self) -> bool:
-        """Whether the optimizer takes each step it is told to, whatever was found. Host only."""
-        return not self._is_fused or _lacks_momentum(self._inner, self.optimizer)
 
     def refuse_options(self, *, has_closure: bool) -> None:
         """Refuse a step without the closure that it needs, and options that were set, since the last one, to inf or NaN. Host only.
@@ -132,10 +131,9 @@ class Stepped:
             StepError: the optimizer evaluates the loss by itself, and has no closure.
             ConfigError: a rate, decay, eps, momentum or beta is inf or NaN; nothing was changed.
         """
-        kind: Any = type(self._inner)
-        if not has_closure and needs_closure(kind):
+        if not has_closure and needs_closure(self._kind):
             raise StepError(
-                f"step() was called without a closure, and {kind.__name__} computes the loss several times in one step. "
+                f"step() was called without a closure, and {self._kind.__name__} computes the loss several times in one step. "
                 "Write amp.step(closure), where closure calls amp.zero_grad(), the model and amp.backward(loss), and returns the loss."
             )
         options = [value for group in self.optimizer.param_groups for value in group.values()]
@@ -179,7 +177,6 @@ class Clip:
     value: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be done."""
         if self.max_norm is not None and self.value is not None:
             raise StepError(
                 f"step(max_norm={self.max_norm}, clip_value={self.value}): clip by norm or by value, not both."
@@ -267,7 +264,8 @@ def update_(
     Writes: weights and state, and the gradients of some. Syncs: no.
     """
     scale = pending.scale
-    is_divided = scale is not None and _share_params(grads)
+    params = [p for one in grads for p in one.params] if scale is not None and len(grads) > 1 else []
+    is_divided = len(set(params)) < len(params)  # some are shared
     if clip.value is not None:
         clamp_([grad for one in grads for grad in one.grads], clip.value, scale)
     if scale is not None and is_divided:
@@ -307,7 +305,7 @@ def update_(
 def _take(one: OptimizerGrads, scaling: StepScaling) -> Callable[[], None] | None:
     """Have an optimizer take its step, unless `found_inf` says no; return what must be called once the host knows that. Syncs: no."""
     attempt = None
-    if scaling.found_inf is not None and Stepped(one.optimizer).needs_undoing():
+    if scaling.found_inf is not None and _needs_undoing(one.optimizer):
         attempt = Attempt(one.optimizer, one.params, scaling.found_inf)
         scaling = replace(scaling, found_inf=None)
     is_bare = scaling.grad_scale is scaling.clip_coef is scaling.found_inf is None
@@ -326,17 +324,11 @@ def _take(one: OptimizerGrads, scaling: StepScaling) -> Callable[[], None] | Non
 
 UNFINISHED = "a step() that has not ended, or was interrupted and may have been taken in part"
 _CHANGED = "a step() that failed, when gradients had been divided or clipped already"
-
 _HOOKED = "a step() that failed, perhaps in a hook after weights had been written"
 
 
 def _names(grads: Sequence[OptimizerGrads]) -> str:
     return listed([f"{type(one.optimizer).__name__} (optimizer {one.index})" for one in grads])
-
-
-def _share_params(grads: Sequence[OptimizerGrads]) -> bool:
-    indices = [id(p) for one in grads for p in one.params]
-    return len(grads) > 1 and len(set(indices)) < len(indices)
 
 
 def move_scale_(state: LossScale, flags: StepFlags[Any], config: ScalingConfig) -> None:
