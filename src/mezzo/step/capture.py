@@ -17,6 +17,7 @@ from ..formats import describe
 from ..kernels import GraphTables, num_asked, spared_host
 from .buffer_slot import Copy
 from .capture_rules import (
+    changed_value,
     held_tensors,
     host_values,
     refuse_host_state,
@@ -75,7 +76,7 @@ class _Graph:
         for own, leaf in zip(self.given, leaves, strict=True):
             if not _is_like(own, leaf):
                 raise StepError(
-                    f"a captured step was called with {_shown(leaf)}, and was captured with {_shown(own)}. Call the function itself for such "
+                    f"a captured step was called with {describe(leaf)}, and was captured with {describe(own)}. Call the function itself for such "
                     "a batch; a DataLoader leaves the last, smaller one out with drop_last=True."
                 )
         for own, leaf in zip(self.given, leaves, strict=True):
@@ -175,8 +176,10 @@ class CapturedStep(Generic[P, R]):
                 out = self._function(*own_args, **own_kwargs)
                 self._check_one_step(engine.num_steps - before)
                 result, grads = engine.result, {p: p.grad for p in engine.gradients.parameters()}
-        except BaseException as failure:
-            _undo(engine)
+        except BaseException as failure:  # nothing had run, so only what the host noted is dropped
+            engine.gradients.zero(set_to_none=True)
+            engine.buffers.renew()
+            _drop_casts(engine)
             if isinstance(failure, StepError) or not isinstance(failure, Exception):
                 raise
             raise StepError(
@@ -213,11 +216,9 @@ class CapturedStep(Generic[P, R]):
                 "a captured step was called with an observer or an on_applied function registered since: the host would have "
                 "to know of each step. Call the function itself, or register before amp.capture to learn what it says."
             )
-        now = watched_values(self._engine)
-        changed = [what for what, values in graph.watched.items() if values != now[what]]
-        if changed:
+        if changed := changed_value(self._engine, graph.watched):
             raise StepError(
-                f"a captured step was called after {changed[0]} changed, of which a replay would know nothing. Write "
+                f"a captured step was called after {changed} changed, of which a replay would know nothing. Write "
                 "step = amp.capture(function) anew; a learning rate that moves belongs into a tensor on the device, "
                 "lr=torch.tensor(1e-3, device=...), which schedulers fill."
             )
@@ -243,10 +244,6 @@ def _is_like(own: object, leaf: object) -> bool:
     if isinstance(own, Tensor):
         return isinstance(leaf, Tensor) and (own.shape, own.dtype) == (leaf.shape, leaf.dtype)
     return type(own) is type(leaf) and bool(own == leaf)
-
-
-def _shown(leaf: object) -> str:
-    return describe(leaf) if isinstance(leaf, Tensor) else repr(leaf)
 
 
 @contextmanager
@@ -275,13 +272,6 @@ def _unnoted(engine: Engine) -> Iterator[None]:
     finally:
         engine.is_captured, engine.num_steps, engine.result = False, num_steps, result
         engine.gradients.close()
-
-
-def _undo(engine: Engine) -> None:
-    """Leave a capture that failed: nothing had run, so only what the host noted is dropped. Syncs: no."""
-    engine.gradients.zero(set_to_none=True)
-    engine.buffers.renew()
-    _drop_casts(engine)
 
 
 def _drop_casts(engine: Engine) -> None:

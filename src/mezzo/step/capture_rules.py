@@ -69,12 +69,12 @@ def watched_values(engine: Engine) -> dict[str, list[object]]:
     """Return what a graph was made for, by name; host numbers and addresses. Host only."""
     parts = {id(part): part for one in engine.optimizers for part in (one, wrapped_optimizer(one))}.values()
     options = [v for part in parts for group in part.param_groups for k, v in group.items() if k != "params"]
-    hooks = [len(hooks) for part in parts for hooks in step_hooks(part)]
+    hooks: list[object] = [len(found) for part in parts for found in step_hooks(part)]
     return {
         "the training mode of a module": [module.training for module in engine.model.modules()],
         "requires_grad of a parameter": [p.requires_grad for p in engine.names],
         "an option of an optimizer, such as its learning rate,": [_plain(option) for option in options],
-        "the hooks of an optimizer": [*hooks],
+        "the hooks of an optimizer": hooks,
         "the place of weights, optimizer state or loss scale": [t.data_ptr() for t in held_tensors(engine)],
     }
 
@@ -111,12 +111,17 @@ def host_values(engine: Engine) -> list[object]:
     return found
 
 
+def changed_value(engine: Engine, watched: Mapping[str, Sequence[object]]) -> str:
+    """Return the name of the first of `watched_values` that is another one now; empty for none. Host only."""
+    now = watched_values(engine)
+    return next((what for what, values in watched.items() if values != now[what]), "")
+
+
 def refuse_host_state(engine: Engine, before: Sequence[object], watched: Mapping[str, Sequence[object]]) -> None:
     """Refuse a step that changed, while it was captured, what no replay would: its `host_values` or `watched_values`. Host only."""
-    now = watched_values(engine)
-    changed = [what for what, values in watched.items() if values != now[what]]
+    changed = changed_value(engine, watched)
     if changed or before != host_values(engine):
-        what = changed[0] if changed else "the state that an optimizer keeps on the host, or the value of an option,"
+        what = changed or "the state that an optimizer keeps on the host, or the value of an option,"
         raise StepError(
             f"the step could not be captured, since {what} changed in it, which a replay would not repeat. Take schedulers and the "
             "like out of the function, and optimizers with capturable=True where torch has that."

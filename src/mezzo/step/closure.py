@@ -98,8 +98,7 @@ def step_by_closure(engine: Engine, closure: Closure, optimizer: Optimizer | Non
     if not callable(closure):
         is_loss = isinstance(closure, Tensor) and closure.requires_grad
         meant = "amp.backward(loss), then amp.step()." if is_loss else "step(max_norm=...) to clip."
-        given = describe(closure) if isinstance(closure, Tensor) else repr(closure)
-        raise StepError(f"step({given}): what comes first is a closure. Write {meant}")
+        raise StepError(f"step({describe(closure)}): what comes first is a closure. Write {meant}")
     chosen = engine.optimizers if optimizer is None else (optimizer,)
     if len(chosen) != 1:
         raise StepError(
