@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -360,7 +360,10 @@ class Engine:
         if self.consensus is not None:
             self._compare_ranks(self.consensus, grads)
         if skipped is not None and is_said_at_once:
-            self._call_back({id(one.optimizer): not skip for one, skip in zip(grads, skipped, strict=True)})
+            applied = {id(one.optimizer): not skip for one, skip in zip(grads, skipped, strict=True)}
+            for function, optimizer in self.callbacks:
+                if all(applied.values()) if optimizer is None else applied.get(id(optimizer), False):
+                    function()
             if self.consensus is None:  # ranks check together, when the next step begins
                 self.check()
 
@@ -392,8 +395,3 @@ class Engine:
             yield
         finally:
             self.is_stepping = False
-
-    def _call_back(self, applied: Mapping[int, bool]) -> None:
-        for function, optimizer in self.callbacks:
-            if all(applied.values()) if optimizer is None else applied.get(id(optimizer), False):
-                function()

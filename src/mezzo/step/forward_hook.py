@@ -107,14 +107,14 @@ class ForwardHook:
                     continue
                 was, now = _layout(dtype, shape), _layout(p.dtype, p.shape)
                 name, kind = self._engine.names[p], type(optimizer).__name__
-                raise StepError(
-                    f"{name} was {was} in the last step and is {now} now, since its .data was assigned: "
-                    + (
+                advice = "the policy decides in which dtype weights are stored. Write it there, as in mezzo.prepare(model, optimizer, 'bf16-master'), and leave .data as it is."
+                if held:
+                    advice = (
                         f"what {kind} keeps of it ({listed(held)}) has the old shape. Write optimizer.state.pop(weight) after the assignment, which lets it "
                         "begin anew, or put a new nn.Parameter into the module and give it to optimizer.add_param_group."
-                        if held
-                        else "the policy decides in which dtype weights are stored. Write it there, as in mezzo.prepare(model, optimizer, 'bf16-master'), and leave .data as it is."
                     )
+                raise StepError(
+                    f"{name} was {was} in the last step and is {now} now, since its .data was assigned: {advice}"
                 )
 
 

@@ -204,8 +204,9 @@ class GradStats:
     def gradient(self, param: Tensor) -> Tensor | None:
         """Return a parameter's gradient, if it is still there as it was in the step. Host only."""
         stamp = self.stamps.get(id(param))
-        grad = None if stamp is None else stamp.tensor()
-        return None if stamp is None or grad is None or not stamp.is_current(grad) else grad
+        if stamp is None or (grad := stamp.tensor()) is None:
+            return None
+        return grad if stamp.is_current(grad) else None
 
     def _count(self, param: Tensor) -> int | None:
         if (grad := self.gradient(param)) is None:

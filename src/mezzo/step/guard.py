@@ -95,11 +95,9 @@ def next_guard(
 
     Below `floor`, a norm of the scaled gradients, most of them may have been flushed.
     """
-    return (
-        _after_skip(state, flags, suspects, config, scaling)
-        if any(flags.skipped)
-        else _after_update(state, flags, config, scaling, floor)
-    )
+    if any(flags.skipped):
+        return _after_skip(state, flags, suspects, config, scaling)
+    return _after_update(state, flags, config, scaling, floor)
 
 
 def _after_update(

@@ -67,12 +67,9 @@ def _answers_misfits(function: Callable[P, R]) -> Callable[P, R]:
 def _answer(args: Sequence[object], kwargs: Mapping[str, object], misfit: TypeError) -> str:
     known = signature(prepare).parameters
     for name in kwargs.keys() - known.keys():
-        advice = (
-            f": write policy={_policy_meant(kwargs[name])!r}."
-            if name in _PRECISION
-            else f".{did_you_mean(name, known)}"
-        )
-        return f"has no argument '{name}'{advice}"
+        if name in _PRECISION:
+            return f"has no argument '{name}': write policy={_policy_meant(kwargs[name])!r}."
+        return f"has no argument '{name}'.{did_you_mean(name, known)}"
     if len(args) > 3:
         return (
             f"takes model, optimizer and policy by position, got {len(args)} arguments. Loaders stay as they are; a scheduler's "

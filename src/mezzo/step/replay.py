@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ..trace import Diagnosis, LossTrace
 
 _log = logging.getLogger("mezzo.step")
-
-
 _OUTSIDE = (
     "Run again op by op, the last batch gives finite outputs: the inf or NaN is made after them, between the model and "
     "amp.backward(loss)."
@@ -46,9 +44,7 @@ def _versions(value: object) -> tuple[int, ...]:
 
 def _fresh(value: Any) -> Any:
     """Return arguments cut from the graph they came with, which backward has freed."""
-    return tree_map(
-        lambda v: v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) and v.requires_grad else v, value
-    )
+    return tree_map(lambda v: v.detach().requires_grad_() if isinstance(v, Tensor) and v.requires_grad else v, value)
 
 
 @dataclass(slots=True, eq=False)
@@ -169,13 +165,10 @@ class Replay:
 
         Forwards without a backward stay too: many loops drop gradients between the two.
         """
-        if self._now:
-            calls = [call for call in self._now.calls if not call.grads]
-            self._now = (
-                _Kept(calls=calls, closure=self._now.closure, random=self._now.random)
-                if by_closure
-                else _Kept(calls=calls)
-            )
+        kept = _Kept(calls=[call for call in self._now.calls if not call.grads])
+        if by_closure:
+            kept.closure, kept.random = self._now.closure, self._now.random
+        self._now = kept
 
     def close(self) -> None:
         """End the step in the making; it is the last one now."""

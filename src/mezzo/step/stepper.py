@@ -332,7 +332,7 @@ class Stepper(PreparedRun):
         """Have an observer called around every step, taken or not. Unlike `on_applied`, this reads nothing.
 
         Returns:
-            A function that ends it.
+            A function that takes the observer off again.
         """
         if not (hasattr(observer, "before_step") and hasattr(observer, "after_step")):
             raise StepTypeError(
@@ -340,10 +340,11 @@ class Stepper(PreparedRun):
                 "amp.on_applied(function) for a function."
             )
         self._observers = (*self._observers, observer)
-        return lambda: self._leave(observer)
 
-    def _leave(self, observer: StepObserver) -> None:
-        self._observers = tuple(known for known in self._observers if known is not observer)
+        def leave() -> None:
+            self._observers = tuple(known for known in self._observers if known is not observer)
+
+        return leave
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all optimizers and of the model, and with them the step in the making.
