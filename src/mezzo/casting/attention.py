@@ -240,20 +240,14 @@ class RecurrentMode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run recurrent layers their own way, leave the rest alone."""
-        if func in (torch.lstm, torch.gru) and _is_low_and_unwatched() and _is_whole(args) and takes_recurrent(*args):
-            return recurrent(*args)
+        if func in (torch.lstm, torch.gru) and casts_to_bf16():
+            is_unseen = all(isinstance(mode, AttentionMode) for mode in function_modes())
+            is_packed = len(args) != 9 or not isinstance(args[3], bool)  # a packed sequence has sizes of its batches there
+            if is_unseen and not is_packed and takes_recurrent(*args):
+                return recurrent(*args)
         return func(*args, **(kwargs or {}))
 
 
 def casts_to_bf16() -> bool:
     """Whether a region that casts to bf16 on the CPU is here. Host only."""
     return torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.bfloat16
-
-
-def _is_low_and_unwatched() -> bool:
-    return casts_to_bf16() and all(isinstance(mode, AttentionMode) for mode in function_modes())
-
-
-def _is_whole(args: tuple[Any, ...]) -> bool:
-    """Whether arguments of `torch.lstm` or `torch.gru` are those for a tensor, not for a packed sequence."""
-    return len(args) == 9 and isinstance(args[3], bool)

@@ -28,6 +28,11 @@ _SOURCE = {"masked_scatter": 2, "put": 2, "index_put": 2}
 _library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # torch's own
 
 
+def _op(called: str) -> Any:
+    name, _, overload = called.partition(".")
+    return getattr(getattr(torch.ops.aten, name), overload or "default")
+
+
 def _fitted(target: Tensor, source: Tensor, *, in_place: bool, sums: bool) -> tuple[Tensor, Tensor]:
     """Return both in one dtype: the wider one, or in place the target's, where a sum loses nothing by that. Syncs: no."""
     if target.dtype is source.dtype or target.dtype not in MIXED_DTYPES or source.dtype not in MIXED_DTYPES:
@@ -149,9 +154,8 @@ def _take_layouts() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that torch's kernel is replaced: it is called for what it takes
         for called, key, kernel in _ON_CPU:
-            name, _, overload = called.partition(".")
-            op = getattr(getattr(torch.ops.aten, name), overload or "default")
-            _library.impl(called, kernel(op, torch.library.get_kernel(f"aten::{called}", key)), key, with_keyset=True)
+            torchs = torch.library.get_kernel(f"aten::{called}", key)
+            _library.impl(called, kernel(_op(called), torchs), key, with_keyset=True)
 
 
 def _is_here_to_stay() -> bool:
@@ -170,19 +174,19 @@ def take_index_writes(device_type: str) -> None:
 
     Writes: torch's dispatcher, at its keys of autocast, once for a device. Host only.
     """
-    key = DISPATCH_KEYS.get(device_type)
+    if device_type == "cpu":
+        _take_layouts()
+    if (key := DISPATCH_KEYS.get(device_type)) is None:
+        return
     torchs = registered(device_type)
-    for written in (*_WRITES, *_SUMS) if key is not None else ():
+    for written in (*_WRITES, *_SUMS):
         name, overload = written.split(".")
         for called in (name, f"{name}_"):
             if called not in torchs:
-                op = getattr(getattr(torch.ops.aten, called), overload)
+                op = _op(f"{called}.{overload}")
                 run = _kernel(op, _SOURCE.get(name, 3), in_place=called.endswith("_"), sums=written in _SUMS)
                 _library.impl(op, run, key)
-    for called, fit in _FITTED.items() if key is not None else ():
-        name, overload = called.split(".")
-        if name not in torchs:
-            op = getattr(getattr(torch.ops.aten, name), overload)
+    for called, fit in _FITTED.items():
+        if called.split(".")[0] not in torchs:
+            op = _op(called)
             _library.impl(op, _fitting_kernel(op, fit), key)
-    if device_type == "cpu":
-        _take_layouts()
