@@ -224,7 +224,9 @@ class MasterOptimizer(KeepsMasters):
         steps = self._group_steps(is_compiling)
         if is_compiling:
             return [(step, self._made(step, self._checked(step))) for step in steps]
-        self._drop_stale_plans()
+        entries = list(self.state.values())
+        if len(entries) != len(self._entries) or not all(map(is_, entries, self._entries)):
+            self._plans, self._entries = {}, entries  # the state of a parameter is another object than in the last step
         stale = {
             number: self._checked(step)
             for number, step in enumerate(steps)
@@ -269,13 +271,6 @@ class MasterOptimizer(KeepsMasters):
         shared = None if is_read_late else (names, rule, group["maximize"], *map(group.__getitem__, OWN_OPTIONS))
         self._options[id(group)] = values, (names, rule, shared)
         return names, rule, shared
-
-    def _drop_stale_plans(self) -> None:
-        """Forget what was planned if the state of any parameter is another object than in the last step."""
-        entries = list(self.state.values())
-        if len(entries) != len(self._entries) or not all(map(is_, entries, self._entries)):
-            self._plans = {}
-            self._entries = entries
 
     def _checked(self, step: GroupStep) -> list[Active]:
         """Return the parameters of a group that have a gradient, after a look at what is there of each."""

@@ -193,15 +193,12 @@ def and_inside(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     found = [optimizer]
     for one in found:  # which grows: one that is held may hold others, or its holder
         for name, held in vars(one).items():
-            if name != "state":  # as long as there are parameters, and asked for in each step
-                items = (
-                    held.values() if isinstance(held, dict) else held if isinstance(held, (list, tuple)) else (held,)
-                )
-                found += [
-                    inner
-                    for inner in items
-                    if isinstance(inner, torch.optim.Optimizer) and not any(inner is known for known in found)
-                ]
+            if name == "state":  # as long as there are parameters, and asked for in each step
+                continue
+            several = held.values() if isinstance(held, dict) else held
+            for inner in several if isinstance(held, (dict, list, tuple)) else (held,):
+                if isinstance(inner, torch.optim.Optimizer) and not any(inner is known for known in found):
+                    found.append(inner)
     return found
 
 
