@@ -57,14 +57,14 @@ def audit(
     if not any(differing):
         return
     names = [*numbers, "the number of steps", "the number of parameters"]
-    table = torch.stack([row.cpu() for row in group.gather(group.to_device(values))])
+    table = _gathered(group, values)
     for column, name in enumerate(names):
         if differing[column]:
             shown = [_number(bits, column < len(numbers)) for bits in table[:, column].tolist()]
             hint = "Load the same checkpoint, and call step() the same number of times, on all."
             _refuse(group, step, f"{name} is", shown, hint)
     own = torch.stack([torch.tensor([index for _, index, _ in places]), sums], dim=1)
-    rows = torch.stack([row.cpu() for row in group.gather(group.to_device(own))]).transpose(0, 1).tolist()
+    rows = _gathered(group, own).transpose(0, 1).tolist()
     apart = {name: part for name, ranks in zip(params, rows, strict=True) if (part := _apart(ranks)) is not None}
     first, part = next(iter(apart.items()))
     more = f" (one of {len(apart)} that differ)" if len(apart) > 1 else ""
@@ -73,6 +73,10 @@ def audit(
         for index, found in rows[list(params).index(first)]
     ]
     _refuse(group, step, f"the checksum of parameter '{first}'{more} is", shown, why_apart())
+
+
+def _gathered(group: Group, own: Tensor) -> Tensor:
+    return torch.stack([row.cpu() for row in group.gather(group.to_device(own))])
 
 
 def _checksums(tensors: Iterable[Tensor]) -> Tensor:

@@ -154,10 +154,8 @@ class GradientReducer:
     def __init__(
         self, group: Group, dtype: torch.dtype, accumulator: Accumulator | None, is_static: Callable[[], bool]
     ) -> None:
-        self.group = group
+        self.group, self.dtype, self.accumulator = group, dtype, accumulator
         self._is_static = is_static
-        self.dtype = dtype
-        self.accumulator = accumulator
         self.comm_stats = CommStats(num_ranks=group.size)
         self._wide_sum = WideSum()
         self._blocks: dict[tuple[int, ...], Fp8Blocks] = {}

@@ -125,9 +125,8 @@ class GradVersions:
 
 def same(one: Stamp | None, other: Stamp) -> bool:
     """Whether two stamps are of one tensor that was not written between them; None is of none."""
-    return (
-        one is not None and one[0] is other[0] and one[1] == other[1]
-    )  # Python makes one plain reference to an object
+    # Python makes one plain reference to an object.
+    return one is not None and one[0] is other[0] and one[1] == other[1]
 
 
 def grads_by_id(params: Iterable[Tensor]) -> list[tuple[int, Tensor]]:

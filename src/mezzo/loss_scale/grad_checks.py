@@ -53,9 +53,8 @@ def before_unscale(tracker: GradTracker, optimizer: Optimizer) -> bool:
         return False
     tracker.note_running(optimizer)
     suspects: dict[str, list[int]] = {}
-    unknown = []
-    is_scaled = False
-    for index, param in enumerate(parameters(optimizer)):
+    unknown, is_scaled, params = [], False, parameters(optimizer)
+    for index, param in enumerate(params):
         if (grad := param.grad) is None:
             continue
         entry = tracker.entry(param)
@@ -65,7 +64,6 @@ def before_unscale(tracker: GradTracker, optimizer: Optimizer) -> bool:
             suspects.setdefault(verdict, []).append(index)
         else:
             unknown.append(index)
-    params = parameters(optimizer)
     edited = suspects.pop(messages.EDITED, [])
     changed = [index for index in edited if not tracker.is_harmless(params[index])]
     is_scaled = is_scaled or len(changed) < len(edited)

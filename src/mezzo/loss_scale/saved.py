@@ -16,6 +16,7 @@ from ..policy import ScalingConfig
 from .state import LossScale
 
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+_DEFAULT_FLOOR = 1.0
 
 
 class Saved(NamedTuple):
@@ -24,9 +25,6 @@ class Saved(NamedTuple):
     config: ScalingConfig
     patience: int | None
     state: LossScale
-
-
-_DEFAULT_FLOOR = 1.0
 
 
 def floor_under(scale: float, floor: float) -> float:
