@@ -242,8 +242,8 @@ class RecurrentMode(TorchFunctionMode):
         """Run recurrent layers their own way, leave the rest alone."""
         if func in (torch.lstm, torch.gru) and casts_to_bf16():
             is_unseen = all(isinstance(mode, AttentionMode) for mode in function_modes())
-            is_packed = len(args) != 9 or not isinstance(args[3], bool)  # a packed sequence has sizes of its batches there
-            if is_unseen and not is_packed and takes_recurrent(*args):
+            is_whole = len(args) == 9 and isinstance(args[3], bool)  # not a packed sequence
+            if is_unseen and is_whole and takes_recurrent(*args):
                 return recurrent(*args)
         return func(*args, **(kwargs or {}))
 
