@@ -10,26 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 
 from ..errors import PolicyError, did_you_mean, kind_of
+from . import spelling
 from .fields import GuardConfig, OpRules, PolicyFields, ScalingConfig, check, check_known
 from .kinds import kinds
 from .presets import ALIASES, PRESET_FIELDS, preset_fields
-from .spelling import (
-    CONFIGS,
-    FIELDS,
-    ITEM,
-    KEYS,
-    PRECISIONS,
-    PREFIXES,
-    is_pattern,
-    read,
-    read_module_rule,
-    read_op_rule,
-    read_scaling,
-    spell,
-    split_edit,
-    write_module_rule,
-    write_op_rule,
-)
+from .spelling import CONFIGS, FIELDS, KEYS, PRECISIONS
 
 _DOTTED = tuple(f"{name}.{field.name}" for name, config in CONFIGS.items() for field in fields(config))
 _LONGEST = 1_000
@@ -65,7 +50,7 @@ def _unreadable(text: str, at: int | None, why: str) -> PolicyError:
 def _items(text: str) -> Iterator[tuple[int, str]]:
     start = 0
     while True:
-        match = ITEM.match(text, start)
+        match = spelling.ITEM.match(text, start)
         assert match is not None  # the empty text matches
         if text[match.end() : match.end() + 1] == '"':
             raise _unreadable(text, match.end(), "the quote is not closed.")
@@ -98,28 +83,28 @@ class _Draft:
         check(
             item.casefold() not in (*PRESET_FIELDS, *ALIASES), f"{item!r} is a preset, and a preset only comes first."
         )
-        key, word = split_edit(item)
+        key, word = spelling.split_edit(item)
         prefix, _, name = key.partition(":")
         config, _, option = key.partition(".")
         bare = key.removeprefix("?").strip()
         is_option = bool(option) and config not in CONFIGS and word.casefold() not in PRECISIONS
         if is_option and "Did" in did_you_mean(config, CONFIGS):
             raise PolicyError(_unknown_key(key, word))
-        if bare.startswith(('"', "module:")) or is_pattern(bare):
-            self.modules.append(read_module_rule(key, word))
+        if bare.startswith(('"', "module:")) or spelling.is_pattern(bare):
+            self.modules.append(spelling.read_module_rule(key, word))
         elif prefix == "op" and name:
-            self.op_edits.append(read_op_rule(name.strip(), word))
+            self.op_edits.append(spelling.read_op_rule(name.strip(), word))
         elif config in CONFIGS and option:
             self._set_option(config, option, word)
         elif key in FIELDS:
-            self.fields[key] = read(key, kinds(PolicyFields)[key], word)
+            self.fields[key] = spelling.read(key, kinds(PolicyFields)[key], word)
         elif key == "ops":
-            self.table = read("op table", kinds(OpRules)["table"], word)
+            self.table = spelling.read("op table", kinds(OpRules)["table"], word)
         elif key == "modules":
             check(word.casefold() == "none", f"modules={word} is unknown: 'modules=none' drops the rules so far.")
             self.modules.clear()
         elif key == "scaling":
-            self.configs["scaling"] = _values(read_scaling(word))
+            self.configs["scaling"] = _values(spelling.read_scaling(word))
         else:
             raise PolicyError(_unknown_key(key, word))
 
@@ -127,7 +112,7 @@ class _Draft:
         known = kinds(CONFIGS[config])
         check_known("key", f"{config}.{option}", _DOTTED)
         values = self.configs[config] or {}
-        self.configs[config] = {**values, option: read(f"{config}.{option}", known[option], word)}
+        self.configs[config] = {**values, option: spelling.read(f"{config}.{option}", known[option], word)}
 
     def policy(self) -> PolicyFields:
         """Return the policy with every edit in it; a PolicyError if they contradict each other."""
@@ -147,7 +132,7 @@ def _values(config: ScalingConfig | GuardConfig | None) -> dict[str, object] | N
 
 def _unknown_key(key: str, word: str) -> str:
     folded = key.casefold()
-    if folded != key and (folded in KEYS or folded.startswith(PREFIXES)):
+    if folded != key and (folded in KEYS or folded.startswith(spelling.PREFIXES)):
         return f"keys are lower case: write '{folded}={word}', or 'module:{key}={word}' for modules called {key!r}."
     bare = key.removeprefix("?").strip()
     hint = did_you_mean(bare, (*KEYS, *_DOTTED))
@@ -191,16 +176,16 @@ def _against(policy: PolicyFields, name: str) -> Written:
     preset, edits = PRESET_FIELDS[name], dict[Place, str]()
     for field in FIELDS:
         if getattr(policy, field) != getattr(preset, field):
-            edits[field, 0] = f"{field}={spell(field, getattr(policy, field))}"
+            edits[field, 0] = f"{field}={spelling.spell(field, getattr(policy, field))}"
     if policy.op_rules.table != preset.op_rules.table:
         edits["ops", 0] = f"ops={policy.op_rules.table}"
     for i, (op, rule) in enumerate(policy.op_rules.edits):
-        edits["op", i] = f"op:{write_op_rule(op, rule)}"
+        edits["op", i] = f"op:{spelling.write_op_rule(op, rule)}"
     kept = len(preset.modules)
     if policy.modules[:kept] != preset.modules:
         edits["modules", 0], kept = "modules=none", 0
     for i, module_rule in enumerate(policy.modules[kept:], kept):
-        edits["module", i] = write_module_rule(module_rule)
+        edits["module", i] = spelling.write_module_rule(module_rule)
     edits.update(_scaling_edits(policy.scaling, preset.scaling))
     edits.update(_config_edits("guard", policy.guard, preset.guard))
     return Written(preset=name, edits=edits)
@@ -213,34 +198,38 @@ def _scaling_edits(scaling: ScalingConfig | None, preset: ScalingConfig | None) 
         return {("scaling", 0): "scaling=none"}
     if not scaling.dynamic:
         fixed = ScalingConfig.fixed(scaling.init_scale)
-        word = f"scaling={spell('init_scale', scaling.init_scale)}"
+        word = f"scaling={spelling.spell('init_scale', scaling.init_scale)}"
         return {("scaling", 0): word, **_config_edits("scaling", scaling, fixed)}
     return _config_edits("scaling", scaling, preset or ScalingConfig()) or {("scaling", 0): "scaling=dynamic"}
 
 
 def _config_edits(name: str, config: object, base: object) -> dict[Place, str]:
     changed = [field for field in kinds(type(base)) if getattr(config, field) != getattr(base, field)]
-    return {(f"{name}.{field}", 0): f"{name}.{field}={spell(field, getattr(config, field))}" for field in changed}
+    return {
+        (f"{name}.{field}", 0): f"{name}.{field}={spelling.spell(field, getattr(config, field))}" for field in changed
+    }
 
 
 def settings(policy: PolicyFields) -> Iterator[tuple[str, str]]:
     """Yield every setting of a policy with its word: "compute", "scaling.init_scale", "guard.patience"."""
     for name in FIELDS:
-        yield name, spell(name, getattr(policy, name))
+        yield name, spelling.spell(name, getattr(policy, name))
     yield "ops", policy.op_rules.table
     yield "scaling", "none" if policy.scaling is None else "dynamic" if policy.scaling.dynamic else "fixed"
     for name in CONFIGS:
         config = getattr(policy, name)
         if config is not None:
-            yield from ((f"{name}.{option}", spell(option, getattr(config, option))) for option in kinds(type(config)))
+            yield from (
+                (f"{name}.{option}", spelling.spell(option, getattr(config, option))) for option in kinds(type(config))
+            )
 
 
 def rules(policy: PolicyFields, text: Written) -> Iterator[tuple[str, str, str]]:
     """Yield every op and module rule: its kind, as it is spelled, and where it is written."""
     for i, (op, op_rule) in enumerate(policy.op_rules.edits):
-        yield "op rule", write_op_rule(op, op_rule), text.where(("op", i))
+        yield "op rule", spelling.write_op_rule(op, op_rule), text.where(("op", i))
     for i, module_rule in enumerate(policy.modules):
-        yield "module rule", write_module_rule(module_rule), text.where(("module", i))
+        yield "module rule", spelling.write_module_rule(module_rule), text.where(("module", i))
 
 
 def to_html(policy: PolicyFields) -> str:

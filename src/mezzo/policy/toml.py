@@ -12,21 +12,11 @@ from typing import TypeVar
 
 from ..errors import PolicyError, shown
 from ..files import as_path, write_text
+from . import spelling
 from .fields import GuardConfig, OpRules, PolicyFields, ScalingConfig, check, check_known
 from .kinds import is_word, kinds, options
 from .presets import preset_fields
-from .spelling import (
-    CONFIGS,
-    FIELDS,
-    plain,
-    read,
-    read_module_rule,
-    read_op_rule,
-    read_scaling,
-    split_edit,
-    write_module_rule,
-    write_op_rule,
-)
+from .spelling import CONFIGS, FIELDS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -42,17 +32,17 @@ def to_document(policy: PolicyFields) -> dict[str, object]:
     """Return the policy in plain form, every field written out; see `Policy.to_dict`."""
     document: dict[str, object] = {"version": VERSION}
     for name in FIELDS:
-        document[name] = plain(name, getattr(policy, name))
+        document[name] = spelling.plain(name, getattr(policy, name))
     document["ops"] = policy.op_rules.table
-    document["op_rules"] = [write_op_rule(op, rule) for op, rule in policy.op_rules.edits]
-    document["modules"] = [write_module_rule(rule) for rule in policy.modules]
+    document["op_rules"] = [spelling.write_op_rule(op, rule) for op, rule in policy.op_rules.edits]
+    document["modules"] = [spelling.write_module_rule(rule) for rule in policy.modules]
     document["scaling"] = "none" if policy.scaling is None else _config_document(policy.scaling)
     document["guard"] = _config_document(policy.guard)
     return document
 
 
 def _config_document(config: ScalingConfig | GuardConfig) -> dict[str, object]:
-    return {name: plain(name, getattr(config, name)) for name in kinds(type(config))}
+    return {name: spelling.plain(name, getattr(config, name)) for name in kinds(type(config))}
 
 
 def from_document(document: Mapping[str, object]) -> PolicyFields:
@@ -70,13 +60,13 @@ def from_document(document: Mapping[str, object]) -> PolicyFields:
         name: _value(name, kinds(PolicyFields)[name], document[name]) for name in FIELDS if name in document
     }
     if "modules" in document:
-        changes["modules"] = (*preset.modules, *_rules("modules", document["modules"], read_module_rule))
+        changes["modules"] = (*preset.modules, *_rules("modules", document["modules"], spelling.read_module_rule))
     if "scaling" in document:
         changes["scaling"] = _scaling(document["scaling"], preset.scaling or ScalingConfig())
     if "guard" in document:
         changes["guard"] = _config("guard", preset.guard, document["guard"])
     table = _value("ops", kinds(OpRules)["table"], document.get("ops", preset.op_rules.table))
-    edits = (*preset.op_rules.edits, *_rules("op_rules", document.get("op_rules", []), read_op_rule))
+    edits = (*preset.op_rules.edits, *_rules("op_rules", document.get("op_rules", []), spelling.read_op_rule))
     return preset.replace(ops=OpRules(table=table, edits=edits), **changes)  # type: ignore[arg-type]  # values are checked
 
 
@@ -85,7 +75,7 @@ def _value(key: str, kind: object, value: object) -> object:
     numeric = any(option in (int, float, bool) for option in options(kind))
     if not isinstance(value, str) or (numeric and value.casefold() != "none"):
         return value
-    return read(key, kind, value)
+    return spelling.read(key, kind, value)
 
 
 def _rules(key: str, entries: object, read_rule: Callable[[str, str], _T]) -> tuple[_T, ...]:
@@ -95,7 +85,7 @@ def _rules(key: str, entries: object, read_rule: Callable[[str, str], _T]) -> tu
     for number, one in enumerate(entries, 1):
         check(isinstance(one, str), f"{key!r}, entry {number}: a text such as 'name=fp32' is wanted, not {shown(one)}.")
         try:
-            rules.append(read_rule(*split_edit(one)))
+            rules.append(read_rule(*spelling.split_edit(one)))
         except PolicyError as error:
             raise PolicyError(f"{key!r}, entry {number}: {error}") from None
     return tuple(rules)
@@ -105,7 +95,7 @@ def _scaling(value: object, base: ScalingConfig) -> ScalingConfig | None:
     if value is None:
         return None
     if isinstance(value, str | float | int) and not isinstance(value, bool):
-        return read_scaling(value if isinstance(value, str) else shown(value))
+        return spelling.read_scaling(value if isinstance(value, str) else shown(value))
     return _config("scaling", base, value)
 
 

@@ -15,16 +15,8 @@ from ..casting import weight_casts
 from ..errors import StepError, first_line
 from ..formats import describe
 from ..kernels import GraphTables, num_asked, spared_host
+from . import capture_rules
 from .buffer_slot import Copy
-from .capture_rules import (
-    changed_value,
-    held_tensors,
-    host_values,
-    refuse_host_state,
-    refuse_uncapturable,
-    refuse_uncapturable_steps,
-    watched_values,
-)
 from .engine import Engine
 from .result import StepResult
 
@@ -110,7 +102,7 @@ class CapturedStep(Generic[P, R]):
     """
 
     def __init__(self, function: Callable[P, R], engine: Engine, is_observed: Callable[[], bool]) -> None:
-        refuse_uncapturable(engine)
+        capture_rules.refuse_uncapturable(engine)
         self._function, self._engine, self._is_observed = function, engine, is_observed
         self._device = engine.gradients.home
         self._stream = torch.Stream(self._device)
@@ -164,12 +156,16 @@ class CapturedStep(Generic[P, R]):
     def _captured(self, args: Any, kwargs: Any) -> _Graph:
         """Capture a call of the function, which then has not been taken. Writes: no value. Syncs: yes."""
         engine = self._engine
-        refuse_uncapturable_steps(engine)
+        capture_rules.refuse_uncapturable_steps(engine)
         leaves, spec = tree_flatten((args, kwargs))
         given = [_own(leaf, self._device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         own_args, own_kwargs = spec.unflatten(given)
         graph, tables = new_graph(self._device), GraphTables(self._device, 2 * self._room)
-        watched, host, before = watched_values(engine), host_values(engine), engine.num_steps
+        watched, host, before = (
+            capture_rules.watched_values(engine),
+            capture_rules.host_values(engine),
+            engine.num_steps,
+        )
         _drop_casts(engine)
         try:
             with self._stream, _recording(graph, self._device), tables.capturing(), _unnoted(engine), spared_host():
@@ -190,10 +186,10 @@ class CapturedStep(Generic[P, R]):
         assert result is not None
         found = _Graph(
             graph=graph, tables=tables, given=given, spec=spec, out=out, result=result, grads=grads,
-            copies=engine.buffers.copies(), watched=watched, tensors=held_tensors(engine),
+            copies=engine.buffers.copies(), watched=watched, tensors=capture_rules.held_tensors(engine),
         )  # fmt: skip
         _drop_casts(engine)
-        refuse_host_state(engine, host, watched)
+        capture_rules.refuse_host_state(engine, host, watched)
         tables.fill()
         return found
 
@@ -216,7 +212,7 @@ class CapturedStep(Generic[P, R]):
                 "a captured step was called with an observer or an on_applied function registered since: the host would have "
                 "to know of each step. Call the function itself, or register before amp.capture to learn what it says."
             )
-        if changed := changed_value(self._engine, graph.watched):
+        if changed := capture_rules.changed_value(self._engine, graph.watched):
             raise StepError(
                 f"a captured step was called after {changed} changed, of which a replay would know nothing. Write "
                 "step = amp.capture(function) anew; a learning rate that moves belongs into a tensor on the device, "
