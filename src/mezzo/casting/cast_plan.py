@@ -12,7 +12,7 @@ import torch
 from .._torch import constant_when_compiled
 from ..errors import RegionError, RegionTypeError, did_you_mean
 from ..formats import LOW_DTYPES, dtype_name, parse_dtype
-from ..policy import CacheName, Policy, PolicyLike, as_policy, why_engine
+from ..policy import CacheName, Policy, as_policy, why_engine
 from .cast_cache import WeightCastCache, weight_casts
 from .index_writes import take_index_writes
 from .op_rule_table import OpRuleTable, op_rule_table
@@ -176,18 +176,9 @@ def _make_plan(
 
 
 @constant_when_compiled
-def _name_of(
-    devices: tuple[str, ...],
-    defaults: tuple[torch.dtype, ...],
-    dtype: torch.dtype | str | None,
-    enabled: bool,
-    cache_enabled: bool | None,
-    policy: PolicyLike | None,
-    cache: CacheName,
-    strict: bool,
-) -> str:
+def _name_of(devices: Any, defaults: Any, dtype: object, enabled: bool, caches: Any, policy: Any, *rest: Any) -> str:
     chosen = None if policy is None else as_policy(policy)
-    return _make_plan(devices, defaults, _as_dtype(dtype), enabled, cache_enabled, chosen, cache, strict)
+    return _make_plan(devices, defaults, _as_dtype(dtype), enabled, caches, chosen, *rest)
 
 
 def _as_dtype(dtype: object) -> torch.dtype | None:
