@@ -196,7 +196,7 @@ class GradStats:
         bad = [not math.isfinite(norm) for norms in self.norms for norm in norms.tolist()]
         counts = None if self.counts is None else [count for counts in self.counts for count in counts.tolist()]
         return {
-            self.names.get(p, "a parameter"): counts[index] if counts is not None else self._count(p)
+            self.names[p]: counts[index] if counts is not None else self._count(p)
             for index, p in enumerate(self.params)
             if bad[index]
         }

@@ -218,7 +218,7 @@ class Gradients:
         self._is_shown = True
         try:
             with true_gradients(params, pending.scale):
-                yield _Shown({self._name(p): p.grad for p in params if p.grad is not None})
+                yield _Shown({self._names[p]: p.grad for p in params if p.grad is not None})
         finally:
             self._is_shown = False
             if not sys.is_finalizing():
@@ -378,7 +378,7 @@ class Gradients:
             self._versions.note(params)
         elif edited := [p for p in self._versions.edited(params) if not is_zero(p)]:
             raise StepError(
-                f"the gradients of {listed([self._name(p) for p in edited])} were changed since backward(loss), while they carry the loss scale. "
+                f"the gradients of {listed([self._names[p] for p in edited])} were changed since backward(loss), while they carry the loss scale. "
                 "Edit them inside `with amp.unscaled_grads():`, clip with amp.step(max_norm=...), and write "
                 "amp.backward(loss) for every loss.backward()."
             )
@@ -388,6 +388,3 @@ class Gradients:
     def _refuse_while_shown(self, call: str) -> None:
         if self._is_shown:
             raise StepError(f"{call} was called inside `with amp.unscaled_grads():`. Leave the block first.")
-
-    def _name(self, param: Tensor) -> str:
-        return self._names.get(param, "a parameter")

@@ -136,7 +136,7 @@ class Invariants:
         refuse_differing(report())
         # Of what is not finite, which is rare, only elements that the step has read.
         read = [at for at, is_ruined in ruined.items() if is_ruined and count_ruined(written[at], grad=at[0].grad)]
-        names = [".".join(filter(None, (self._name(p), key))) for p, key in read]
+        names = [".".join(filter(None, (self._names[p], key))) for p, key in read]
         self._check_finite([*names, *(name for name, count in buffers.items() if count)], shares)
 
     def _check_divisor(self, raw: float, facts: StepFlags[float]) -> None:
@@ -183,7 +183,7 @@ class Invariants:
 
     def _note_lost(self, share: OptimizerGrads, kept: Mapping[Tensor, float], wanted: Mapping[Tensor, float]) -> None:
         params = [p for p in share.params if p in kept]
-        worst = [self._name(p) for p in params if wanted[p] and kept[p] > LOST_LIMIT * wanted[p]]
+        worst = [self._names[p] for p in params if wanted[p] and kept[p] > LOST_LIMIT * wanted[p]]
         lost, total = sum(kept[p] for p in params), sum(wanted[p] for p in params)
         if total and lost > LOST_LIMIT * total:
             _log.warning(
@@ -192,8 +192,8 @@ class Invariants:
             )  # fmt: skip
 
     def _check_untouched(self, changed: Collection[Place], share: OptimizerGrads) -> None:
-        names = {(p, ""): self._name(p) for p in share.params}
-        names.update({(p, key): f"{self._name(p)}.{key}" for p, key in _state_tensors(share.optimizer)})
+        names = {(p, ""): self._names[p] for p in share.params}
+        names.update({(p, key): f"{self._names[p]}.{key}" for p, key in _state_tensors(share.optimizer)})
         found = [name for place, name in names.items() if place in changed]
         if found:
             raise InvariantError(
@@ -212,9 +212,6 @@ class Invariants:
                 f"after the step {listed(bad)} hold inf or NaN. Load the last good checkpoint; "
                 "mezzo.diagnose.trace(model) names the op that makes the first one."
             )
-
-    def _name(self, param: Tensor) -> str:
-        return self._names.get(param, "a parameter")
 
 
 def read_together(*groups: Mapping[Any, Tensor]) -> list[dict[Any, float]]:

@@ -102,7 +102,7 @@ class Leftovers:
             )
 
     def _listed(self, params: Iterable[Tensor]) -> str:
-        return listed([self._names.get(p, "a parameter") for p in params])
+        return listed([self._names[p] for p in params])
 
 
 def is_stale(pending: AccumulationState, param: Tensor) -> bool:

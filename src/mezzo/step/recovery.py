@@ -198,7 +198,7 @@ def _nonfinite_weights(
     other ranks, of which one may ask alone.
     """
     stats = result.stats
-    counts = {names.get(p, "a parameter"): count_ruined(p, grad=stats.gradient(p)) for p in stats.params}
+    counts = {names[p]: count_ruined(p, grad=stats.gradient(p)) for p in stats.params}
     for p in _not_stepped(names, gradients) if result.flags().loss_bad else ():
         stamp = untrained.get(p)
         if not (was_healthy and stamp is not None and stamp.is_current(p)):

@@ -181,7 +181,7 @@ def _state(
                 if key in AUX_STATE.values():
                     kept.append(value)
                 elif value.is_floating_point():
-                    name = f"{names.get(p, 'a parameter')}.{key}"
+                    name = f"{names[p]}.{key}"
                     moments.append((name, value, None if _is_wider(value, declared) else declared))
     return moments, kept
 
