@@ -387,7 +387,6 @@ def _leaves_dtypes(module: nn.Module, function: Callable[[Tensor], Tensor], *_: 
 
 
 def _new_bound(original: type[nn.Module]) -> nn.Module:
-    """Make the empty instance that unpickling and copying fill."""
     subclass = bound_class(original)
     return subclass.__new__(subclass)
 

@@ -121,7 +121,6 @@ class AttentionMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run attention its own way, open the composite that calls it, leave the rest alone."""
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self._attend(*args, **kwargs)
@@ -220,7 +219,6 @@ def _dropped(
 
 
 def _wide(inputs: Sequence[Tensor], mask: Tensor | None, is_causal: bool, **options: Any) -> Tensor:
-    """Return attention in fp32, outside torch's autocast."""
     mask = mask.float() if mask is not None and mask.is_floating_point() else mask
     with outside_autocast():
         query, key, value = wide = [t.float() for t in inputs]
@@ -239,7 +237,6 @@ class RecurrentMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run recurrent layers their own way, leave the rest alone."""
         if func in (torch.lstm, torch.gru) and casts_to_bf16():
             is_unseen = all(isinstance(mode, AttentionMode) for mode in function_modes())
             is_whole = len(args) == 9 and isinstance(args[3], bool)  # not a packed sequence

@@ -105,7 +105,6 @@ class CastMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Cast the arguments of a ruled op, open a composite, leave the rest alone."""
         kwargs = kwargs or {}
         if self.suspended:
             return func(*args, **kwargs)

@@ -110,7 +110,6 @@ class ProductMode(AttentionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run large products in fp32, leave the rest to `AttentionMode`."""
         found = run_in_fp32(func, args, kwargs or {}, self.has_grad)
         if self.counts:
             is_own = found is not NotImplemented or func in _ATTENTION or not is_unwatched()

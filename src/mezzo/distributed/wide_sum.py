@@ -211,7 +211,6 @@ class _Over(dist.Work):
     """A transfer that has ended."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return at once."""
         return True
 
 

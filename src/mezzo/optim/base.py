@@ -273,7 +273,6 @@ class MasterOptimizer(KeepsMasters):
         return names, rule, shared
 
     def _checked(self, step: GroupStep) -> list[Active]:
-        """Return the parameters of a group that have a gradient, after a look at what is there of each."""
         active = step.active(self.state)
         for one in active:
             check_dense(self, one.param, one.grad)

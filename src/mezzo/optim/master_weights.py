@@ -81,11 +81,9 @@ class MasterWeights(HasMasters):
     masters: Masters
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what pickling and deepcopy need; as with torch's optimizers, hooks stay behind."""
         return {"inner": self.inner, "masters": self.masters}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over the attributes of `__getstate__`."""
         self.__dict__.update(state, _stepping=False, set_at={})
         # The base class's __init__ would build groups of its own; its __setstate__ gives hooks without them.
         super().__setstate__({})

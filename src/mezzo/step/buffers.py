@@ -37,7 +37,6 @@ class _Forward:
         self._used = used
 
     def __call__(self, grad: Tensor) -> None:
-        """Take note of a backward pass."""
         if self not in self._used:
             self._used.append(self)
 
@@ -194,7 +193,6 @@ class Buffers:
         return moved, {s.name for (s, was), buffer in zip(moved, now, strict=True) if not is_alike(was.value, buffer)}
 
     def _moved(self) -> list[tuple[Slot, Copy]]:
-        """Return the buffers that the step wrote, with what they were."""
         forwards = self._used or self._open()  # of a backward that raised on its way to the output
         if not forwards:  # a compiled model shows none of its forwards
             last = [(slot, self._last.get(name, ABSENT)) for name, slot in self.slots.items()]

@@ -206,7 +206,6 @@ class CapturedStep(Generic[P, R]):
         return own
 
     def _refuse_changed(self, graph: _Graph) -> None:
-        """Refuse to replay a step that would not be the function's any more."""
         if self._is_observed() or self._engine.callbacks:
             raise StepError(
                 "a captured step was called with an observer or an on_applied function registered since: the host would have "

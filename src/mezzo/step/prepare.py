@@ -233,7 +233,6 @@ def _inner_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 def _refuse_prepared(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse what another stepper, which lives, takes the steps of."""
     modules = [
         fqn or type(module).__name__
         for fqn, module in model.named_modules()

@@ -120,7 +120,6 @@ class Replay:
         return partial(self._await_grads, call)
 
     def _await_grads(self, call: _Call, out: object) -> None:
-        """Take note of the gradients that will arrive at the outputs of a call."""
         for index, (_, tensor) in enumerate(tensors_in(out)):
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._note, call, index))  # type: ignore[no-untyped-call]  # torch's own

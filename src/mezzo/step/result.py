@@ -175,7 +175,6 @@ def _decide_on_device(
     skip: Skip,
     max_norm: Tensor | float | None,
 ) -> StepFlags[Tensor]:
-    """Pack what was found, and decide where it lies. Syncs: no."""
     num, home = len(bad.optimizers), pending.device
     found = {
         "early": [bad.early], "elsewhere": [bad.elsewhere], "optimizers": bad.optimizers, "loss_bad": [bad.loss],
@@ -192,7 +191,6 @@ def _decide_on_device(
 
 
 def _on_device(home: torch.device, value: Tensor | float, zero: Tensor) -> Tensor:
-    """Return a number or a flag as a tensor of shape (). Syncs: no."""
     if isinstance(value, Tensor):
         return value if value.dim() == 0 and value.device == home else move(value, home).reshape(())
     return constant(float(value), home) if value else zero

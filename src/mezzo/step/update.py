@@ -49,9 +49,7 @@ class _Steps(Protocol):
     is_stepping: bool
 
     @property
-    def scale(self) -> Tensor | None:
-        """The loss scale, if there is one."""
-        ...
+    def scale(self) -> Tensor | None: ...
 
 
 def is_owned(optimizer: Optimizer) -> bool:
