@@ -56,19 +56,13 @@ class ScaleState:
         is_alike = value.dtype is own.dtype and value.shape == own.shape
         self.state = replace(self.state, **{name: value if is_alike else value.detach().to(own.dtype).reshape(())})
 
-    @torch.no_grad()
     def move(self, state: LossScale) -> None:
         """Take a new state, numbers or tensors; losses that were scaled before keep theirs. Syncs: no."""
         self._captured = None
         if self.tensor is None:
             self.state = state
-            return
-        for name in ("scale", "growth_tracker", "skipped_in_a_row"):
-            value, own = getattr(state, name), getattr(self.state, name)
-            if isinstance(value, Tensor):
-                own.copy_(value)
-            else:
-                own.fill_(value)
+        else:
+            self.state.write_(state)
 
 
 class LastStep:

@@ -57,6 +57,13 @@ class LossScale:
             skipped_in_a_row=int(self.skipped_in_a_row),
         )
 
+    @torch.no_grad()
+    def write_(self, state: LossScale) -> None:
+        """Take the values of another state, numbers or tensors. Writes: the tensors of this one. Syncs: no."""
+        for name in self.__slots__:
+            own, value = getattr(self, name), getattr(state, name)
+            own.copy_(value) if isinstance(value, Tensor) else own.fill_(value)
+
     def multiply(self, output: Tensor) -> Tensor:
         """Return a loss times the scale, with its graph; any shape and dtype, any device. Syncs: as `move`."""
         return output * (move(self.scale, output.device) if isinstance(self.scale, Tensor) else self.scale)

@@ -351,10 +351,9 @@ def move_scale_(state: LossScale, flags: StepFlags[Any], config: ScalingConfig) 
     blameless = (flags.loss_bad != 0) | ((flags.buffers_bad != 0) & (flags.gradients_bad == 0))
     if blameless is True:
         return
-    moved = next_state(state.numbers() if flags.is_known else state, flags.gradients_bad, config)
-    for field in fields(state):
-        before, after = getattr(state, field.name), getattr(moved, field.name)
-        if flags.is_known:
-            before.fill_(after)
-        else:
-            before.copy_(torch.where(blameless, before, after))
+    if flags.is_known:
+        state.write_(next_state(state.numbers(), flags.gradients_bad, config))
+        return
+    moved = next_state(state, flags.gradients_bad, config)
+    chosen = {f.name: torch.where(blameless, getattr(state, f.name), getattr(moved, f.name)) for f in fields(state)}
+    state.write_(LossScale(**chosen))
