@@ -154,7 +154,7 @@ def prepare(
         for one in given:
             optimizers.append(adopt(one, resolved, is_dense=sparse.isdisjoint(parameters(one))))
             undo.callback(let_go, optimizers[-1], one)
-        undo.callback(remember_weights(inner, given))
+        undo.callback(remember_weights(inner, was))
         check_optimizers(optimizers, resolved, ParameterNames(model, optimizers))
         binding = bind(inner, resolved, cache)
         converted = convert_(inner, optimizers, resolved, is_replicated=isinstance(model, DistributedDataParallel))

@@ -79,17 +79,14 @@ def _held_in(values: Iterable[Any], depth: int) -> Iterator[Any]:
             yield from _held_in(value.values() if isinstance(value, dict) else value, depth - 1)
 
 
-def remember_weights(model: nn.Module, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
+def remember_weights(model: nn.Module, was: Original) -> Callable[[], None]:
     """Return a function that gives parameters storage and `grad_dtype` back. It holds their memory and copies nothing."""
-    values = {p: p.detach() for p in original(model, optimizers).dtypes}
-    dtypes = {p: p.grad_dtype for p in values}
+    values = {p: p.detach() for p in was.dtypes}
 
     def put_back() -> None:
-        store_(
-            model,
-            {p: value for p, value in values.items() if p.data_ptr() != value.data_ptr() or p.dtype != value.dtype},
-        )
-        _give_grad_dtypes_back(dtypes)
+        moved = {p: v for p, v in values.items() if p.data_ptr() != v.data_ptr() or p.dtype != v.dtype}
+        store_(model, moved)
+        _give_grad_dtypes_back({p: grad_dtype for p, (_, grad_dtype) in was.dtypes.items()})
 
     return put_back
 
