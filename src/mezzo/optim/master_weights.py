@@ -15,6 +15,7 @@ from .._torch import is_fused
 from ..errors import ConfigError, MasterError, StepError, did_you_mean, first_line, shown
 from ..formats import describe, is_one_of
 from ..kernels import AUX_STATE, ScaledGradients
+from ..loss_scale import parameters
 from ..policy import Master
 from .base import MasterOptimizer
 from .checks import check_seed
@@ -241,7 +242,7 @@ class MasterWeights(HasMasters):
         take_masters_(self, params)
 
     def _places(self) -> dict[Tensor, int]:
-        return {p: index for index, p in enumerate(p for group in self.param_groups for p in group["params"])}
+        return {p: index for index, p in enumerate(parameters(self))}
 
     def _take_aux(self, param: Tensor) -> Tensor | None:
         """Take the aux state of a parameter out of its state, which goes with it if nothing is left."""

@@ -299,10 +299,11 @@ class KeepsMasters(HasMasters):
                     self.init_state(group, p, self.state[p])
         state_dict = super().state_dict()
         state = each_entry(state_dict, _saved_entry)
+        groups = state_dict["param_groups"]
         if self.saves_own_options:  # a dtype by its name: torch.distributed.checkpoint.state_dict takes none apart
-            named = [{**group, "state_dtype": dtype_name(group["state_dtype"])} for group in state_dict["param_groups"]]
-            return {**state_dict, "state": state, "param_groups": named}
-        groups = [{k: v for k, v in group.items() if k not in OWN_OPTIONS} for group in state_dict["param_groups"]]
+            groups = [{**group, "state_dtype": dtype_name(group["state_dtype"])} for group in groups]
+        else:
+            groups = [{k: v for k, v in group.items() if k not in OWN_OPTIONS} for group in groups]
         return {**state_dict, "state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
