@@ -29,13 +29,7 @@ from .._torch import (
 from ..casting import AttentionMode, CastMode
 from ..errors import CastError, kind_of
 from ..formats import LOW_DTYPES, dtype_name
-from ..kernels import (
-    group_norm,
-    layer_norm,
-    rms_norm,
-    takes_rms_norm,
-    wide_layer_norm,
-)
+from ..kernels import group_norm, layer_norm, rms_norm, takes_rms_norm, wide_layer_norm
 from ..policy import FP32_RULES, ModuleRule, OpRules, Policy, Rule, op_table
 from .hand_written import HandWrittenRMSNorm, torchs_forward
 

@@ -64,13 +64,8 @@ def callables_by_name() -> Mapping[str, tuple[AnyCallable, ...]]:
 
 def _decomposed(function: FunctionType) -> FunctionType:
     silenced = {name: lambda *_: False for name in function.__globals__ if name.startswith("has_torch_function")}
-    copy = FunctionType(
-        function.__code__,
-        {**function.__globals__, **silenced},
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
+    names = {**function.__globals__, **silenced}
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 

@@ -174,18 +174,11 @@ class autocast(UnmanagedAutocast):  # the name torch gives it
 
     def _tracked_frame(self, mode: CastMode | None) -> _Frame:
         outer = _innermost_mode()
-        frame = _Frame(
-            _saved(self._plan),
-            mode,
-            self,
-            torch.is_autocast_cache_enabled(),
-            outer,
-            outer is not None and outer.suspended,
-            torch.autocast_increment_nesting(),
-        )
+        frame = _Frame(_saved(self._plan), mode, self, torch.is_autocast_cache_enabled(), outer)
+        frame.nesting = torch.autocast_increment_nesting()
         torch.set_autocast_cache_enabled(False)
         if outer is not None:
-            outer.suspended = True
+            frame.outer_suspended, outer.suspended = outer.suspended, True
         _here.frames.append(frame)
         return frame
 

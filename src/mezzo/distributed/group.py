@@ -58,11 +58,7 @@ class Group:
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup | None = None,
-        *,
-        timeout: timedelta = TIMEOUT,
-        home: torch.device | None = None,
+        self, group: dist.ProcessGroup | None = None, *, timeout: timedelta = TIMEOUT, home: torch.device | None = None
     ) -> None:
         if not is_running():
             raise DistributedError(

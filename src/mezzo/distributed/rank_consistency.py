@@ -39,11 +39,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def audit(
-    group: Group,
-    step: int,
-    numbers: Mapping[str, Number],
-    params: Mapping[str, Tensor],
-    why_apart: Callable[[], str],
+    group: Group, step: int, numbers: Mapping[str, Number], params: Mapping[str, Tensor], why_apart: Callable[[], str]
 ) -> None:
     """Compare numbers, by what a message calls them, and tensors, whole or in parts of which several ranks have copies, by name, over the ranks.
 

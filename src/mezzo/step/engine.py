@@ -51,13 +51,7 @@ class Engine:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        binding: Binding,
-        was: Original,
-        skip: Skip,
-        news: News,
+        self, model: nn.Module, optimizers: Sequence[Optimizer], binding: Binding, was: Original, skip: Skip, news: News
     ) -> None:
         self.model, self.news, policy = model, news, binding.policy
         self.optimizers = tuple(optimizers)
