@@ -40,7 +40,7 @@ from ..casting import (
 from ..kernels import is_emulated
 from ..policy import FP32_RULES, CacheName, Policy
 from .module_rules import Precision, cast_nest, has_module_rules, run_ruled, when_traced, without_module_rules
-from .module_weights import Place, WideTensors, first_place, largest_matrix
+from .module_weights import ParameterEntry, WideTensors, first_entry, largest_matrix
 from .refusals import REFUSALS, leaves_dtypes
 
 RECORD = "_mezzo_bound"
@@ -185,7 +185,7 @@ class Bound:
     is_regular: bool = True
     traced_key: str = ""
     idle: list[int] = field(default_factory=lambda: [0, 0], init=False, repr=False)
-    first: Place | None = field(default=None, init=False, repr=False)
+    first: ParameterEntry | None = field(default=None, init=False, repr=False)
     products: ProductWatch | None = field(default=None, init=False, repr=False)
     kept: tuple[object, tuple[Tensor, Tensor | None]] | None = field(default=None, init=False, repr=False)
     wide: WideTensors | Literal[False] | None = field(default=None, init=False, repr=False)
@@ -193,7 +193,7 @@ class Bound:
     def first_parameter(self, module: nn.Module) -> nn.Parameter | None:
         """Return the first of the module's parameters, sought anew where it no longer stands where it did. Host only."""
         if self.first is None or self.first[1] not in self.first[0]:
-            self.first = first_place(module)
+            self.first = first_entry(module)
         return None if self.first is None else self.first[0][self.first[1]]
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:

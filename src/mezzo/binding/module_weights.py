@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from .._torch import NormBase, is_capturing, own_buffers, own_modules, own_parameters
 from ..formats import LOW_DTYPES
 
-Place = tuple[Mapping[str, nn.Parameter | None], str]
+ParameterEntry = tuple[Mapping[str, nn.Parameter | None], str]
 """The registry in which a parameter stands, and its name there."""
 
 
-def first_place(module: nn.Module) -> Place | None:
+def first_entry(module: nn.Module) -> ParameterEntry | None:
     """Return where the first of a module's parameters stands; None if it has none. Host only."""
     own = own_parameters(module)
     for name, parameter in own.items():
         if parameter is not None:
             return own, name
     for child in own_modules(module).values():
-        if child is not None and (found := first_place(child)) is not None:
+        if child is not None and (found := first_entry(child)) is not None:
             return found
     return None
 

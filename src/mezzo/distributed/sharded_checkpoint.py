@@ -21,13 +21,13 @@ from ..kernels import is_dtensor, like_dtensor, local
 from ..optim import parameters
 from .group import Group, is_running
 
-Place = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 """Keys and numbers on the way to a value inside nested dicts and lists."""
 
 _PLAIN = "plain"
 """Under this name lies, as bytes, everything that is not a tensor, and where the tensors belong."""
 _TENSOR = "tensor at"
-"""Marks the place of a tensor in it."""
+"""Marks where a tensor belongs in it."""
 
 
 @runtime_checkable
@@ -113,7 +113,7 @@ def load_checkpoint(amp: Saveable, folder: str | os.PathLike[str]) -> dict[str, 
         like = _belonging(amp)
         tensors: dict[str, Tensor] = {}
 
-        def target(location: Place) -> Tensor:
+        def target(location: KeyPath) -> Tensor:
             return tensors.setdefault(_key(location), _empty(saved[_key(location)], like(location)))
 
         whole = _put_together(_unpacked(plain), target)
@@ -129,11 +129,11 @@ def _folder(call: str, amp: object, folder: object) -> Path:
     return as_path(call, "folder", folder, CheckpointError)
 
 
-def _key(location: Place) -> str:
+def _key(location: KeyPath) -> str:
     return ".".join(map(str, location))
 
 
-def _taken_apart(value: Any, location: Place, tensors: dict[str, Tensor]) -> Any:
+def _taken_apart(value: Any, location: KeyPath, tensors: dict[str, Tensor]) -> Any:
     """Return a nested value with marks for its tensors, which go into `tensors`."""
     if isinstance(value, Tensor):
         tensors[_key(location)] = value.detach()
@@ -145,7 +145,7 @@ def _taken_apart(value: Any, location: Place, tensors: dict[str, Tensor]) -> Any
     return value
 
 
-def _put_together(value: Any, tensor: Callable[[Place], Tensor]) -> Any:
+def _put_together(value: Any, tensor: Callable[[KeyPath], Tensor]) -> Any:
     """Return a nested value with tensors in the place of their marks."""
     if isinstance(value, dict):
         if value.keys() == {_TENSOR}:
@@ -168,11 +168,11 @@ def _unpacked(packed: Tensor) -> Any:
     return torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=True)
 
 
-def _belonging(amp: Saveable) -> Callable[[Place], Tensor | None]:
+def _belonging(amp: Saveable) -> Callable[[KeyPath], Tensor | None]:
     """Return a function that says which weight of a run a saved tensor is, or belongs to, and so how it must be sharded."""
     state, params = amp.state_dict(), [parameters(optimizer) for optimizer in amp.optimizers]
 
-    def like(location: Place) -> Tensor | None:
+    def like(location: KeyPath) -> Tensor | None:
         found: Tensor | None = None
         match location:
             case ("amp", "model" | "outside" as part, str(name)):

@@ -19,7 +19,7 @@ from .spelling import CONFIGS, FIELDS, KEYS, PRECISIONS
 _DOTTED = tuple(f"{name}.{field.name}" for name, config in CONFIGS.items() for field in fields(config))
 _LONGEST = 1_000
 """Characters of an edit, and of a text that an error quotes."""
-Place = tuple[str, int]
+Setting = tuple[str, int]
 """What an edit sets: ("compute", 0), ("op", i), ("module", i), ("scaling.init_scale", 0)."""
 
 
@@ -145,18 +145,18 @@ def _unknown_key(key: str, word: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """A policy's text: the name of the preset it starts from, and spelled edits, in order, by the places that they set."""
+    """A policy's text: the name of the preset it starts from, and spelled edits, in order, by what they set."""
 
     preset: str
-    edits: Mapping[Place, str]
+    edits: Mapping[Setting, str]
 
     def __str__(self) -> str:
         return ", ".join([self.preset, *self.edits.values()])
 
-    def where(self, place: Place) -> str:
-        """Return where a place is set: "edit 2", counted from 1, or "preset bf16"."""
+    def where(self, setting: Setting) -> str:
+        """Return where it is set: "edit 2", counted from 1, or "preset bf16"."""
         for number, edited in enumerate(self.edits, 1):
-            if place == edited or (edited == ("scaling", 0) and place[0].startswith("scaling.")):
+            if setting == edited or (edited == ("scaling", 0) and setting[0].startswith("scaling.")):
                 return f"edit {number}"
         return f"preset {self.preset}"
 
@@ -173,7 +173,7 @@ def written(policy: PolicyFields) -> Written:
 
 
 def _against(policy: PolicyFields, name: str) -> Written:
-    preset, edits = PRESET_FIELDS[name], dict[Place, str]()
+    preset, edits = PRESET_FIELDS[name], dict[Setting, str]()
     for field in FIELDS:
         if getattr(policy, field) != getattr(preset, field):
             edits[field, 0] = f"{field}={spelling.spell(field, getattr(policy, field))}"
@@ -191,7 +191,7 @@ def _against(policy: PolicyFields, name: str) -> Written:
     return Written(preset=name, edits=edits)
 
 
-def _scaling_edits(scaling: ScalingConfig | None, preset: ScalingConfig | None) -> dict[Place, str]:
+def _scaling_edits(scaling: ScalingConfig | None, preset: ScalingConfig | None) -> dict[Setting, str]:
     if scaling == preset:
         return {}
     if scaling is None:
@@ -203,7 +203,7 @@ def _scaling_edits(scaling: ScalingConfig | None, preset: ScalingConfig | None) 
     return _config_edits("scaling", scaling, preset or ScalingConfig()) or {("scaling", 0): "scaling=dynamic"}
 
 
-def _config_edits(name: str, config: object, base: object) -> dict[Place, str]:
+def _config_edits(name: str, config: object, base: object) -> dict[Setting, str]:
     changed = [field for field in kinds(type(base)) if getattr(config, field) != getattr(base, field)]
     return {
         (f"{name}.{field}", 0): f"{name}.{field}={spelling.spell(field, getattr(config, field))}" for field in changed

@@ -36,7 +36,7 @@ _NORM_ERROR = CHUNK * torch.finfo(torch.float32).eps
 _SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
-Place = tuple[Tensor, str]
+StateKey = tuple[Tensor, str]
 """A tensor of a step: a parameter and the name of its state's entry, or nothing for itself."""
 
 
@@ -45,29 +45,29 @@ class Before:
     """A step as it was before it was taken: checksums, not copies, where they lie.
 
     Attributes:
-        raw_square: the sum of squares of the scaled gradients of all shares, in fp64; None where parts of them lie on other ranks.
+        raw_square: the sum of squares of the scaled gradients of all optimizers, in fp64; None where parts of them lie on other ranks.
         sums: checksum of each parameter that has a gradient, and of each tensor in the optimizers' state.
         rates: learning rate of each group.
         samples: the first elements of some parameters' masters, and whether their gradient is not 0.
     """
 
     raw_square: Tensor | None
-    sums: dict[Place, Tensor]
+    sums: dict[StateKey, Tensor]
     rates: list[float]
     samples: dict[Tensor, tuple[Tensor, Tensor]]
 
 
 @torch.no_grad()
-def look(shares: Sequence[OptimizerGrads]) -> Before:
+def look(grads: Sequence[OptimizerGrads]) -> Before:
     """Take down what a step must keep or change. Syncs: no, but for rates that lie on a device."""
-    params = {p: share.optimizer for share in shares for p in share.params}
-    grads = {p: values(local(p.grad)) for p in params if p.grad is not None}
+    params = {p: one.optimizer for one in grads for p in one.params}
+    values_of = {p: values(local(p.grad)) for p in params if p.grad is not None}
     return Before(
-        raw_square=None if any(is_dtensor(p) for p in params) else _sum_of_squares(grads.values()),
-        sums=_sums(shares),
-        rates=_rates(shares),
+        raw_square=None if any(is_dtensor(p) for p in params) else _sum_of_squares(values_of.values()),
+        sums=_sums(grads),
+        rates=_rates(grads),
         samples={
-            p: (_sample_of_master(optimizer, p).clone(), _sample(grads[p]) != 0)
+            p: (_sample_of_master(optimizer, p).clone(), _sample(values_of[p]) != 0)
             for p, optimizer in params.items()
             if p.is_floating_point() and p.grad is not None and not p.grad.is_sparse
             if not keeps_masters(optimizer) or optimizer.aux_state(p)[0] != "stochastic"  # which loses none on average
@@ -81,13 +81,13 @@ class Invariants:
     def __init__(self, names: Mapping[Tensor, str], buffers: Callable[[], Mapping[str, Tensor]]) -> None:
         self._names = names
         self._buffers = buffers
-        self._still: dict[int, tuple[dict[Place, float], int]] = {}
+        self._still: dict[int, tuple[dict[StateKey, float], int]] = {}
 
     def check(
         self,
         before: Before,
-        shares: Sequence[OptimizerGrads],
-        facts: StepFlags[float],
+        grads: Sequence[OptimizerGrads],
+        flags: StepFlags[float],
         step: int,
         report: Callable[[], StateReport],
     ) -> None:
@@ -98,91 +98,91 @@ class Invariants:
 
         Syncs: once for each device.
         """
-        stepped = [share for share, skipped in zip(shares, facts.skipped, strict=True) if not skipped]
-        skipped = [share for share in shares if share not in stepped]
+        stepped = [one for one, skipped in zip(grads, flags.skipped, strict=True) if not skipped]
+        skipped = [one for one in grads if one not in stepped]
         now = {**_sums(skipped), **_sums(stepped, beside_weights=True)}
         square = {} if before.raw_square is None else {"": before.raw_square}
         # A warm-up begins at a rate of 0; a scheduler that on_applied called has moved the rates since.
-        rated = [share for share in stepped if any(before.rates) and any(_rates([share], share.params))]
-        lost = {p: counts for share in rated for p, counts in _lost_counts(before, share).items()}
-        written = _written(shares)
+        rated = [one for one in stepped if any(before.rates) and any(_rates([one], one.params))]
+        lost = {p: counts for one in rated for p, counts in _lost_counts(before, one).items()}
+        written = _written(grads)
         old, new, squares, norms, kept, wanted, ruined, buffers = read_together(
             before.sums,
             now,
             square,
-            {share.index: share.check.norm for share in rated},
+            {one.index: one.check.norm for one in rated},
             {p: kept for p, (kept, _) in lost.items()},
             {p: all_ for p, (_, all_) in lost.items()},
-            {place: _is_ruined(local(tensor)) for place, tensor in written.items()},
+            {key: _is_ruined(local(tensor)) for key, tensor in written.items()},
             self._buffers(),
         )
         if squares:
-            self._check_divisor(math.sqrt(squares[""]), facts)
-        for share in shares if facts.scale != 1 else ():
-            say_hooked(share.optimizer, self._names)
-        changed = {place for place, total in new.items() if old.get(place) != total}
-        for share in skipped:
-            self._check_untouched({place for place in changed if place in old}, share)
-        for share in rated:
-            if norms[share.index] == 0:
+            self._check_divisor(math.sqrt(squares[""]), flags)
+        for one in grads if flags.scale != 1 else ():
+            say_hooked(one.optimizer, self._names)
+        changed = {key for key, total in new.items() if old.get(key) != total}
+        for one in skipped:
+            self._check_untouched({key for key in changed if key in old}, one)
+        for one in rated:
+            if norms[one.index] == 0:
                 continue
-            self._check_moved(share, facts, step, old, changed)
-            self._note_lost(share, kept, wanted)
-        if not facts.applied and before.rates != _rates(shares):
+            self._check_moved(one, flags, step, old, changed)
+            self._note_lost(one, kept, wanted)
+        if not flags.applied and before.rates != _rates(grads):
             raise InvariantError(
-                f"a skipped step changed the learning rates from {before.rates} to {_rates(shares)}. "
+                f"a skipped step changed the learning rates from {before.rates} to {_rates(grads)}. "
                 "Register the scheduler with amp.on_applied(scheduler.step)."
             )
         refuse_differing(report())
         # Of what is not finite, which is rare, only elements that the step has read.
         read = [at for at, is_ruined in ruined.items() if is_ruined and count_ruined(written[at], grad=at[0].grad)]
         names = [".".join(filter(None, (self._names[p], key))) for p, key in read]
-        self._check_finite([*names, *(name for name, count in buffers.items() if count)], shares)
+        self._check_finite([*names, *(name for name, count in buffers.items() if count)], grads)
 
-    def _check_divisor(self, raw: float, facts: StepFlags[float]) -> None:
-        if facts.gradients_bad:
+    def _check_divisor(self, raw: float, flags: StepFlags[float]) -> None:
+        if flags.gradients_bad:
             return
-        expected = raw / facts.scale
+        expected = raw / flags.scale
         if not _SMALLEST <= expected <= _LARGEST:  # the norm is one fp32 number
             return
-        if abs(float(facts.grad_norm) - expected) > _NORM_ERROR * expected:
+        if abs(float(flags.grad_norm) - expected) > _NORM_ERROR * expected:
             raise InvariantError(
-                f"the true gradients have norm {float(facts.grad_norm):.6g}, and the scaled ones {raw:.6g} at loss scale "
-                f"{facts.scale:g}, which makes {expected:.6g}: they were divided by something else than what the loss was "
+                f"the true gradients have norm {float(flags.grad_norm):.6g}, and the scaled ones {raw:.6g} at loss scale "
+                f"{flags.scale:g}, which makes {expected:.6g}: they were divided by something else than what the loss was "
                 "multiplied by. Something changed the gradients or the scale inside step()."
             )
 
     def _check_moved(
-        self, share: OptimizerGrads, facts: StepFlags[float], step: int,
-        old: Mapping[Place, float], changed: Collection[Place],
+        self, one: OptimizerGrads, flags: StepFlags[float], step: int,
+        old: Mapping[StateKey, float], changed: Collection[StateKey],
     ) -> None:  # fmt: skip
         """Prove that an optimizer steps at all: no bit of its weights moved in a hundred steps with gradients and a rate.
 
         A single step proves nothing: fp32 may have lost its updates, or the optimizer moves at every k-th call.
         """
-        if any((p, "") in changed for p in share.params) or any(
-            place in changed for place in _state_tensors(share.optimizer) if place[1] in AUX_STATE.values()
+        if any((p, "") in changed for p in one.params) or any(
+            key in changed for key in _state_tensors(one.optimizer) if key[1] in AUX_STATE.values()
         ):
-            self._still.pop(share.index, None)
+            self._still.pop(one.index, None)
             return
-        sums = {(p, ""): old[p, ""] for p in share.params}
-        first, since = self._still.setdefault(share.index, (sums, step))
+        sums = {(p, ""): old[p, ""] for p in one.params}
+        first, since = self._still.setdefault(one.index, (sums, step))
         if first != sums:  # they moved in a step that was not looked at
-            self._still[share.index] = sums, step
-        self._refuse_still(share, facts, step - since + 1)
+            self._still[one.index] = sums, step
+        self._refuse_still(one, flags, step - since + 1)
 
-    def _refuse_still(self, share: OptimizerGrads, facts: StepFlags[float], count: int) -> None:
-        what = f"changed none of the {len(share.params)} parameters of {type(share.optimizer).__name__}"
+    def _refuse_still(self, one: OptimizerGrads, flags: StepFlags[float], count: int) -> None:
+        what = f"changed none of the {len(one.params)} parameters of {type(one.optimizer).__name__}"
         advice = "every update was smaller than the spacing of its weight, or the optimizer does not step them. Raise the learning rate"
         if count >= STILL_LIMIT:
             raise InvariantError(
-                f"{count} steps with gradients, the last of norm {float(facts.grad_norm):.6g}, {what}: {advice}."
+                f"{count} steps with gradients, the last of norm {float(flags.grad_norm):.6g}, {what}: {advice}."
             )
         if count == 1:
-            _log.warning("a step with gradient norm %.6g %s: %s", float(facts.grad_norm), what, advice)
+            _log.warning("a step with gradient norm %.6g %s: %s", float(flags.grad_norm), what, advice)
 
-    def _note_lost(self, share: OptimizerGrads, kept: Mapping[Tensor, float], wanted: Mapping[Tensor, float]) -> None:
-        params = [p for p in share.params if p in kept]
+    def _note_lost(self, one: OptimizerGrads, kept: Mapping[Tensor, float], wanted: Mapping[Tensor, float]) -> None:
+        params = [p for p in one.params if p in kept]
         worst = [self._names[p] for p in params if wanted[p] and kept[p] > LOST_LIMIT * wanted[p]]
         lost, total = sum(kept[p] for p in params), sum(wanted[p] for p in params)
         if total and lost > LOST_LIMIT * total:
@@ -191,18 +191,18 @@ class Invariants:
                 100 * lost / total, listed(worst),
             )  # fmt: skip
 
-    def _check_untouched(self, changed: Collection[Place], share: OptimizerGrads) -> None:
-        names = {(p, ""): self._names[p] for p in share.params}
-        names.update({(p, key): f"{self._names[p]}.{key}" for p, key in _state_tensors(share.optimizer)})
-        found = [name for place, name in names.items() if place in changed]
+    def _check_untouched(self, changed: Collection[StateKey], one: OptimizerGrads) -> None:
+        names = {(p, ""): self._names[p] for p in one.params}
+        names.update({(p, key): f"{self._names[p]}.{key}" for p, key in _state_tensors(one.optimizer)})
+        found = [name for key, name in names.items() if key in changed]
         if found:
             raise InvariantError(
-                f"a skipped step changed {listed(found)}. {type(share.optimizer).__name__} does not leave everything as it "
+                f"a skipped step changed {listed(found)}. {type(one.optimizer).__name__} does not leave everything as it "
                 "is when found_inf is set; take another optimizer, or mezzo.optim.MasterWeights around it."
             )
 
-    def _check_finite(self, bad: Sequence[str], shares: Sequence[OptimizerGrads]) -> None:
-        if bad and (options := _useless_options(shares)):
+    def _check_finite(self, bad: Sequence[str], grads: Sequence[OptimizerGrads]) -> None:
+        if bad and (options := _useless_options(grads)):
             raise InvariantError(
                 f"after the step {listed(bad)} hold inf or NaN, since a group of the optimizer has {listed(options)}. Write a "
                 "finite number, and load the last good checkpoint."
@@ -270,33 +270,33 @@ def count_ruined(tensor: Tensor, is_trained: bool = True, grad: Tensor | None = 
     return torch.stack([piece.sum() for piece in pieces]).sum()
 
 
-def _written(shares: Sequence[OptimizerGrads]) -> dict[Place, Tensor]:
+def _written(grads: Sequence[OptimizerGrads]) -> dict[StateKey, Tensor]:
     """Return what a step writes and a later one reads: weights with a gradient, their moments and masters. Host only."""
-    written: dict[Place, Tensor] = {(p, ""): p.detach() for share in shares for p in share.params}
-    for share in shares:
-        for (p, key), tensor in _state_tensors(share.optimizer).items():
+    written: dict[StateKey, Tensor] = {(p, ""): p.detach() for one in grads for p in one.params}
+    for one in grads:
+        for (p, key), tensor in _state_tensors(one.optimizer).items():
             if (p, "") in written and key in (*MOMENTS, *AUX_STATE.values()) and tensor.is_floating_point():
                 written[p, key] = tensor
     return written
 
 
-def _lost_counts(before: Before, share: OptimizerGrads) -> dict[Tensor, tuple[Tensor, Tensor]]:
+def _lost_counts(before: Before, one: OptimizerGrads) -> dict[Tensor, tuple[Tensor, Tensor]]:
     """Return of the elements of each sample that have a gradient, how many kept their value, and how many there are."""
     found = {}
-    for p in share.params:
+    for p in one.params:
         if p in before.samples:
             old, wanted = before.samples[p]
-            found[p] = ((_sample_of_master(share.optimizer, p) == old) & wanted).sum(), wanted.sum()
+            found[p] = ((_sample_of_master(one.optimizer, p) == old) & wanted).sum(), wanted.sum()
     return found
 
 
-def _rates(shares: Sequence[OptimizerGrads], of: Sequence[Tensor] | None = None) -> list[float]:
+def _rates(grads: Sequence[OptimizerGrads], of: Sequence[Tensor] | None = None) -> list[float]:
     """Return the learning rate of each group, or of those that have one of some parameters; 1 where it has none."""
     among = None if of is None else set(of)
     return [
         float(rate) if isinstance(rate := group.get("lr"), float | int | Tensor) else 1.0
-        for share in shares
-        for group in share.optimizer.param_groups
+        for one in grads
+        for group in one.optimizer.param_groups
         if among is None or not among.isdisjoint(group["params"])
     ]
 
@@ -314,7 +314,7 @@ def _sample(tensor: Tensor) -> Tensor:
     return tensor.detach().flatten()[:_SAMPLE]
 
 
-def _state_tensors(optimizer: Optimizer) -> dict[Place, Tensor]:
+def _state_tensors(optimizer: Optimizer) -> dict[StateKey, Tensor]:
     return {
         (p, key): value
         for p, entry in optimizer.state.items()
@@ -323,18 +323,18 @@ def _state_tensors(optimizer: Optimizer) -> dict[Place, Tensor]:
     }
 
 
-def _sums(shares: Sequence[OptimizerGrads], beside_weights: bool = False) -> dict[Place, Tensor]:
+def _sums(grads: Sequence[OptimizerGrads], beside_weights: bool = False) -> dict[StateKey, Tensor]:
     """Return a checksum of each parameter with a gradient, and of each tensor in the optimizers' state, or of those only that lie beside weights."""
-    sums = {(p, ""): checksum(local(p)) for share in shares for p in share.params}
-    for share in shares:
-        for place, tensor in _state_tensors(share.optimizer).items():
-            if not beside_weights or place[1] in AUX_STATE.values():
-                sums[place] = checksum(local(tensor))
+    sums = {(p, ""): checksum(local(p)) for one in grads for p in one.params}
+    for one in grads:
+        for key, tensor in _state_tensors(one.optimizer).items():
+            if not beside_weights or key[1] in AUX_STATE.values():
+                sums[key] = checksum(local(tensor))
     return sums
 
 
-def _useless_options(shares: Sequence[OptimizerGrads]) -> list[str]:
+def _useless_options(grads: Sequence[OptimizerGrads]) -> list[str]:
     """Return the options of groups that are inf or NaN: "lr=nan". Syncs: for those that are tensors."""
-    named = [item for share in shares for group in share.optimizer.param_groups for item in group.items()]
+    named = [item for one in grads for group in one.optimizer.param_groups for item in group.items()]
     numbers = [(k, float(v) if isinstance(v, Tensor) and v.numel() == 1 else v) for k, v in named]
     return [f"{k}={v}" for k, v in numbers if isinstance(v, float) and not math.isfinite(v)]
