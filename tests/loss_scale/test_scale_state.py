@@ -81,9 +81,11 @@ def overflow(scaler: GradScaler, factor: float = math.inf) -> Tensor:
 
 def test_exhaustion_nobody_read_is_raised_late_and_not_once_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """S6 for optimizers that skip on an accelerator, imitated by never taking the way that reads at once."""
-    monkeypatch.setattr(GradScaler, "_reads", lambda scaler, verdict, at_once: scaler._peek.ask(torch.tensor(verdict)))
+    monkeypatch.setattr(
+        GradScaler, "_reads", lambda scaler, verdict, at_once: scaler._exhausted_flag.ask(torch.tensor(verdict))
+    )
     scaler = GradScaler("cpu", patience=2)
-    scaler._peek = AsyncFlag(interval=8)
+    scaler._exhausted_flag = AsyncFlag(interval=8)
     for _ in range(7):
         assert overflow(scaler).tolist() == [1.0, 1.0]
     with pytest.raises(LossScaleExhausted, match="8 steps in a row"):

@@ -39,7 +39,7 @@ class CastPlan:
     """What a region does when it is entered."""
 
     switches: tuple[Switch, ...]
-    book: OpRuleTable | None
+    op_rules: OpRuleTable | None
     caches: bool
     store: WeightCastCache | None
     warning: str | None = None
@@ -47,7 +47,7 @@ class CastPlan:
     @property
     def recorded(self) -> list[tuple[str, torch.dtype, bool]]:
         """What an exported graph is told: the function mode's casts are in the graph, and torch's then stay off."""
-        return [(device, dtype, enabled and self.book is None) for device, dtype, enabled in self.switches]
+        return [(device, dtype, enabled and self.op_rules is None) for device, dtype, enabled in self.switches]
 
 
 @constant_when_compiled
@@ -166,7 +166,7 @@ def _make_plan(
     name = f"plan_{next(_numbers)}"
     plan = CastPlan(
         switches=switches,
-        book=op_rule_table(rules.op_rules, live) if by_mode else None,
+        op_rules=op_rule_table(rules.op_rules, live) if by_mode else None,
         caches=cache_enabled is not False,
         store=weight_casts if cache == "persistent" else None,
         warning=warning,

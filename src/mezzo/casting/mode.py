@@ -70,7 +70,7 @@ class CastMode(TorchFunctionMode):
     """The complete engine of a region on one or several devices.
 
     Args:
-        book: the rules, for the devices whose tensors are cast.
+        op_rules: the rules, for the devices whose tensors are cast.
         cache: where casts are kept; None casts at every use.
         standalone: act although torch's autocast is off, in this dtype: for tests.
         current: makes the region that a checkpoint's recompute enters.
@@ -82,16 +82,16 @@ class CastMode(TorchFunctionMode):
 
     def __init__(
         self,
-        book: OpRuleTable,
+        op_rules: OpRuleTable,
         cache: RegionCache | None,
         standalone: torch.dtype | None = None,
         current: Callable[[CastMode], AbstractContextManager[Any]] | None = None,
         run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None,
     ) -> None:
         super().__init__()
-        self.book = book
-        self.rows = book.rows
-        self.opened = book.opened
+        self.op_rules = op_rules
+        self.rows = op_rules.rows
+        self.opened = op_rules.opened
         self.cache = cache
         self.keeps_weights = cache is not None and cache.store is not None  # they are there for a faster kernel, too
         self.standalone = standalone
@@ -99,7 +99,7 @@ class CastMode(TorchFunctionMode):
         self.run = run if self.keeps_weights else None
         self.suspended = False
         self.has_grad = torch.is_grad_enabled()  # a reentrant checkpoint's first run has none
-        self._device = next(iter(book.rows))
+        self._device = next(iter(op_rules.rows))
 
     @dynamo_skip_frame
     def __torch_function__(

@@ -130,7 +130,7 @@ class autocast(UnmanagedAutocast):  # the name torch gives it
     @property
     def engine(self) -> Literal["dispatcher", "mode"]:
         """The engine that carries this region out."""
-        return "dispatcher" if self._plan.book is None else "mode"
+        return "dispatcher" if self._plan.op_rules is None else "mode"
 
     @property
     def device(self) -> str:  # type: ignore[override]  # read-only, as the next three
@@ -304,13 +304,13 @@ def _hand_over(frame: _Frame, inside: Sequence[_Frame]) -> None:
 
 def _new_mode(plan: CastPlan) -> CastMode | None:
     """Return the interceptor to push, None where torch's dispatcher is the engine."""
-    if plan.book is None:
+    if plan.op_rules is None:
         return None
     # A compiled graph casts at every use, and what a cache sets up cannot be traced.
     if not plan.caches or torch.compiler.is_compiling():
-        return CastMode(plan.book, None, current=_recompute)
+        return CastMode(plan.op_rules, None, current=_recompute)
     store = None if plan.store is not None and _goes_into_a_graph() else plan.store
-    return CastMode(plan.book, RegionCache(store), current=_recompute, run=run_in_fp32)
+    return CastMode(plan.op_rules, RegionCache(store), current=_recompute, run=run_in_fp32)
 
 
 def _goes_into_a_graph() -> bool:
@@ -359,7 +359,7 @@ def _repeat(mode: CastMode | None, enabled: bool | None = None) -> autocast:
     cache = None if mode is None else mode.cache
     plan = CastPlan(
         switches=tuple(one if enabled is None else one._replace(enabled=enabled) for one in now),
-        book=None if mode is None or mode.suspended or enabled is False else mode.book,
+        op_rules=None if mode is None or mode.suspended or enabled is False else mode.op_rules,
         caches=cache is not None,
         store=None if cache is None else cache.store,
     )

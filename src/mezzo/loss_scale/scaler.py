@@ -101,7 +101,7 @@ class GradScaler(TorchNames):
         self._live = ScaleState(state)
         self._init_growth_tracker = int(state.growth_tracker)
         self._tracker = GradTracker(grad_checks.direct_step)
-        self._peek = AsyncFlag()
+        self._exhausted_flag = AsyncFlag()
         self._last_step = LastStep(enabled, None)
         self._per_optimizer_states: dict[int, dict[str, Any]] = defaultdict(new_optimizer_state)
 
@@ -331,7 +331,7 @@ class GradScaler(TorchNames):
 
     def _reads(self, verdict: bool | Tensor, at_once: bool) -> bool:
         """Read a verdict: at once if a step was seen to be skipped, else when it has arrived."""
-        return self._peek.ask(verdict) if isinstance(verdict, Tensor) and not at_once else bool(verdict)
+        return self._exhausted_flag.ask(verdict) if isinstance(verdict, Tensor) and not at_once else bool(verdict)
 
     def _next_iteration(self) -> None:
         self._per_optimizer_states = defaultdict(new_optimizer_state)
