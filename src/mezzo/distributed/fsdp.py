@@ -299,7 +299,7 @@ class ShardWrapper(Wrapper):
         )
 
     def drop(self) -> None:
-        """Drop gradients that a module holds back, which torch keeps where no optimizer sees them. Writes: they."""
+        """Drop gradients that a module holds back, which torch keeps where no optimizer sees them. Writes: those gradients."""
         for _, group in self._groups():
             drop_unreduced_grads_(group)
 

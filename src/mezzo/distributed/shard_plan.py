@@ -62,7 +62,7 @@ class ShardPlan:
     """Groups in the order in which they must be sharded, inner ones first.
 
     Attributes:
-        groups: they.
+        groups: in that order.
         reduce: dtype of gradient traffic.
     """
 

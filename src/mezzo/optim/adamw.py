@@ -35,7 +35,7 @@ class AdamW(MasterOptimizer):
         master: how 16-bit parameters keep small updates: "split" (bf16 only; exact, 2 bytes), "fp32" (exact, 4
             bytes), "kahan" (2 bytes), "stochastic" (0 bytes). None: none, until `mezzo.prepare` gives the policy's.
         state_dtype: of the moments: torch.float32, or torch.bfloat16 rounded stochastically.
-        rounding_seed: of that chance; equal on all ranks of a data-parallel run.
+        rounding_seed: of that rounding; equal on all ranks of a data-parallel run.
         backend: "auto", or the kernel that must run.
 
     Raises:

@@ -116,7 +116,7 @@ def check_dense(optimizer: torch.optim.Optimizer, param: Tensor, grad: Tensor) -
 
 
 def is_seed(seed: object) -> bool:
-    """Whether a seed of chance is a whole number. Syncs: for a tensor, once."""
+    """Whether a seed of stochastic rounding is a whole number. Syncs: for a tensor, once."""
     try:
         operator.index(seed)  # type: ignore[arg-type]  # what is none raises
     except (TypeError, ValueError, RuntimeError):
@@ -125,7 +125,7 @@ def is_seed(seed: object) -> bool:
 
 
 def check_seed(seed: object) -> None:
-    """Refuse a seed of chance that is no whole number: a ConfigError."""
+    """Refuse a seed of stochastic rounding that is no whole number: a ConfigError."""
     if not is_seed(seed):
         raise ConfigError(f"rounding_seed={shown(seed)} must be a whole number.")
 

@@ -34,7 +34,7 @@ class Masters:
 
     Attributes:
         mode: what is kept between steps: the masters, remainders, 16-bit compensations, or nothing.
-        seed: of the chance in mode "stochastic".
+        seed: of the random bits in mode "stochastic".
         stand_ins: the fp32 parameter of each 16-bit one; empty between steps unless the mode is "fp32".
         count: shape (), fp32: steps taken, which decides the random bits; None before the first and in other modes.
     """

@@ -53,7 +53,7 @@ class MasterWeights(HasMasters):
         mode: "fp32" keeps masters (4 bytes a parameter, exact). "split" keeps their lower 16 bits (2 bytes, exact, bf16
             only), "kahan" the 16-bit rounding of each weight's error (2 bytes), "stochastic" nothing; these have fp32
             masters during a step only.
-        rounding_seed: of the chance in "stochastic"; equal on all ranks of a data-parallel run.
+        rounding_seed: of the random bits in "stochastic"; equal on all ranks of a data-parallel run.
 
     Raises:
         ConfigError: an unknown mode, or an inner optimizer that has masters of its own or none of torch's hooks.
