@@ -216,10 +216,7 @@ _WITHOUT_KERNEL = {
     nn.AdaptiveLogSoftmaxWithLoss: Rule.FP32,  # gathers 16-bit values in a tensor of fp32
 }
 """Modules that 16-bit inputs may stop on a CPU, and what lets them run."""
-_ADDED = {
-    kind: ModuleRule(pattern=kind.__name__, precision=precision, required=False)
-    for kind, precision in _WITHOUT_KERNEL.items()
-}
+_ADDED = {k: ModuleRule(pattern=k.__name__, precision=rule, required=False) for k, rule in _WITHOUT_KERNEL.items()}
 
 
 def has_module_rules(policy: Policy) -> bool:

@@ -55,11 +55,9 @@ def device_types(device_type: str | torch.device | None) -> tuple[str, ...]:
     """Return the devices a region acts on: the one named, else the accelerator and the CPU."""
     if device_type is None or isinstance(device_type, str | torch.device):
         return _read_device_types(device_type)
-    hint = (
-        " torch.cuda.amp takes `enabled` first: that is mezzo.cuda.amp.autocast."
-        if isinstance(device_type, int)
-        else ""
-    )
+    hint = ""
+    if isinstance(device_type, int):
+        hint = " torch.cuda.amp takes `enabled` first: that is mezzo.cuda.amp.autocast."
     raise RegionTypeError(
         f"autocast(device_type): a device type such as 'cpu' or 'cuda' is wanted, not a {type(device_type).__name__}.{hint}"
     )

@@ -64,10 +64,8 @@ def audit(
     apart = {name: part for name, ranks in zip(params, rows, strict=True) if (part := _apart(ranks)) is not None}
     first, part = next(iter(apart.items()))
     more = f" (one of {len(apart)} that differ)" if len(apart) > 1 else ""
-    shown = [
-        f"{found & 0xFFFFFFFFFFFFFFFF:016x}" if index == part else ""
-        for index, found in rows[list(params).index(first)]
-    ]
+    of_first = rows[list(params).index(first)]
+    shown = [f"{found & 0xFFFFFFFFFFFFFFFF:016x}" if index == part else "" for index, found in of_first]
     _refuse(group, step, f"the checksum of parameter '{first}'{more} is", shown, why_apart())
 
 

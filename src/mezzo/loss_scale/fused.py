@@ -44,10 +44,9 @@ def handing(optimizer: Optimizer, scaling: StepScaling) -> Iterator[None]:
     Writes: attributes of the optimizer, for the length of the block. Syncs: no.
     """
     own, scale = getattr(optimizer, "grad_scale", None), scaling.grad_scale
-    given = {
-        "grad_scale": scale if own is None else own if scale is None else scale * own,
-        "found_inf": scaling.found_inf,
-    }
+    if own is not None:
+        scale = own if scale is None else scale * own
+    given = {"grad_scale": scale, "found_inf": scaling.found_inf}
     if scaling.clip_coef is not None:
         given["clip_coef"] = scaling.clip_coef
     try:

@@ -206,11 +206,8 @@ class GradTracker:
         touched = [(key, grad) for key, grad in grads if not same(before.get(key), now[key])]
         # What was zeroed or edited before the pass is as good as new.
         entries = {key: entry for key, _ in touched if (entry := self._entries.get(key)) is not None}
-        mixed = {
-            key: Mark.MIXED
-            for key, entry in entries.items()
-            if entry.mark is not Mark.SCALED and same(before.get(key), entry.stamp)
-        }
+        divided = {key: entry for key, entry in entries.items() if entry.mark is not Mark.SCALED}
+        mixed = {key: Mark.MIXED for key, entry in divided.items() if same(before.get(key), entry.stamp)}
         self._note(touched, mixed, Mark.SCALED)
         return bool(touched)
 

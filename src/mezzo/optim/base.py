@@ -227,12 +227,8 @@ class MasterOptimizer(KeepsMasters):
         entries = list(self.state.values())
         if len(entries) != len(self._entries) or not all(map(is_, entries, self._entries)):
             self._plans, self._entries = {}, entries  # the state of a parameter is another object than in the last step
-        stale = {
-            number: self._checked(step)
-            for number, step in enumerate(steps)
-            if number not in self._plans or not self._plans[number].fits(step)
-        }
-        plans = {number: self._plans[number] for number in range(len(steps)) if number not in stale}
+        plans = {k: self._plans[k] for k, step in enumerate(steps) if k in self._plans and self._plans[k].fits(step)}
+        stale = {number: self._checked(step) for number, step in enumerate(steps) if number not in plans}
         for number, active in stale.items():
             plans[number] = KeptBatches(self._made(steps[number], active), steps[number], active)
         if stale:

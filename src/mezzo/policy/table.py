@@ -116,12 +116,7 @@ def known_ops() -> frozenset[str]:
 
     Syncs: no.
     """
-    overridable = torch.overrides.get_overridable_functions()
-    names = {
-        function.__name__
-        for functions in overridable.values()
-        for function in functions
-        if hasattr(function, "__name__")
-    }
+    overridable = [f for functions in torch.overrides.get_overridable_functions().values() for f in functions]
+    names = {f.__name__ for f in overridable if hasattr(f, "__name__")}
     public = {name for name in names if not name.startswith("__") and not name.endswith("_")}
     return frozenset(public) | {op for family in FAMILIES for op in family.ops}

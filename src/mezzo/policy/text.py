@@ -166,10 +166,8 @@ def written(policy: PolicyFields) -> Written:
 
     The preset that needs the fewest edits is taken; of equals one with the same `compute`, then the earlier.
     """
-    return min(
-        (_against(policy, name) for name in PRESET_FIELDS),
-        key=lambda text: (len(text.edits), ("compute", 0) in text.edits),
-    )
+    texts = [_against(policy, name) for name in PRESET_FIELDS]
+    return min(texts, key=lambda text: (len(text.edits), ("compute", 0) in text.edits))
 
 
 def _against(policy: PolicyFields, name: str) -> Written:

@@ -156,11 +156,8 @@ class Buffers:
 
     def nonfinite_counts(self) -> dict[str, Tensor]:
         """Return how many elements of each buffer were inf or NaN before this step: shape (), int64. Syncs: no."""
-        return {
-            name: (~slot.copy.value.isfinite()).sum()
-            for name, slot in self.slots.items()
-            if name not in self._exempt and slot.copy.value is not None
-        }
+        kept = {name: slot.copy.value for name, slot in self.slots.items() if name not in self._exempt}
+        return {name: (~value.isfinite()).sum() for name, value in kept.items() if value is not None}
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """Return the dtype that each buffer had at first, or that the last forward which assigned it gave it."""

@@ -126,11 +126,8 @@ def _norms(
     whole: dict[Tensor, Tensor] = {}
     norms = []
     for one in grads:
-        own = {
-            p: move(norm, home)
-            for p, norm in zip(one.params, one.check.tensor_norms.unbind(), strict=True)
-            if not (has_parts or is_dtensor(p))
-        }
+        each = zip(one.params, one.check.tensor_norms.unbind(), strict=True)
+        own = {p: move(norm, home) for p, norm in each if not (has_parts or is_dtensor(p))}
         whole.update(own)
         is_whole = len(own) == len(one.params)
         square = None if squares is None or is_whole else squares[one.index]

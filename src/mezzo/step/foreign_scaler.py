@@ -96,11 +96,8 @@ class AverageByHand:
 
 def warn_of_average(dtype: torch.dtype) -> bool:
     """Say what is lost where an average of weights is about to copy 16-bit ones, whose masters stay behind; return whether one is. Host only."""
-    made = [
-        type(_variables(f).get("self")).__name__
-        for f, _ in walk_stack(sys._getframe())
-        if f.f_code.co_name == "__init__"
-    ]
+    inits = [frame for frame, _ in walk_stack(sys._getframe()) if frame.f_code.co_name == "__init__"]
+    made = [type(_variables(frame).get("self")).__name__ for frame in inits]
     name = next(filter(_AVERAGES.search, made), None)
     if name is not None:
         _log.warning(

@@ -76,9 +76,8 @@ class ForwardHook:
         """Take modules, groups and frozen parameters as they are now for what is known. Host only."""
         self._registries = [own_modules(module) for module in self._model.modules()]
         self._structure = self._structure_now()
-        self._layouts = {
-            p: (p.shape, p.dtype) for p in self._engine.gradients.parameters() if p.layout is torch.strided
-        }
+        params = self._engine.gradients.parameters()
+        self._layouts = {p: (p.shape, p.dtype) for p in params if p.layout is torch.strided}
         self._bytes = [p.nbytes for p in self._layouts]
         self._frozen = [p for p in self._model.parameters() if not p.requires_grad] if self._with_frozen else []
 

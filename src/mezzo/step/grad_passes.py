@@ -195,11 +195,8 @@ class GradStats:
         """
         bad = [not math.isfinite(norm) for norms in self.norms for norm in norms.tolist()]
         counts = None if self.counts is None else [count for counts in self.counts for count in counts.tolist()]
-        return {
-            self.names[p]: counts[index] if counts is not None else self._count(p)
-            for index, p in enumerate(self.params)
-            if bad[index]
-        }
+        found = [(index, p) for index, p in enumerate(self.params) if bad[index]]
+        return {self.names[p]: self._count(p) if counts is None else counts[index] for index, p in found}
 
     def gradient(self, param: Tensor) -> Tensor | None:
         """Return a parameter's gradient, if it is still there as it was in the step. Host only."""

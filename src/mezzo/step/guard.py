@@ -309,10 +309,8 @@ class Guard:
         if self._is_calm and flags.applied and flags.flushed == 0 and not _is_low(flags, self.floor):
             self._uneventful += 1
             return
-        suspects = Suspects(
-            weights=partial(self._nonfinite_weights, result, self.state.counters.applied > 0),
-            gradients=result.stats.nonfinite,
-        )
+        weights = partial(self._nonfinite_weights, result, self.state.counters.applied > 0)
+        suspects = Suspects(weights=weights, gradients=result.stats.nonfinite)
         self.become(next_guard(self.state, flags, suspects, self.config, self.scaling, self.floor))
         counters = self.state.counters
         row = counters.skipped_in_a_row

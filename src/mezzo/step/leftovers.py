@@ -125,7 +125,8 @@ def forget_zeros_(pending: AccumulationState, params: Iterable[Tensor]) -> None:
 
 def refuse_no_params(optimizers: Iterable[Optimizer]) -> None:
     """Refuse, by a StepError, a group whose "params" became something else than tensors to be walked again and again. Host only."""
-    for one, index, held in [(o, i, group["params"]) for o in optimizers for i, group in enumerate(o.param_groups)]:
+    groups = [(one, index, group["params"]) for one in optimizers for index, group in enumerate(one.param_groups)]
+    for one, index, held in groups:
         is_walkable = isinstance(held, list | tuple | set)
         wrong = [p for p in held if not isinstance(p, Tensor)] if is_walkable else [held]
         if wrong:

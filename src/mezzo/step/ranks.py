@@ -181,12 +181,8 @@ def _moments(optimizer: Optimizer) -> Iterator[Tensor]:
     if not isinstance(optimizer, MasterOptimizer) and not type(optimizer).__module__.startswith("torch.optim."):
         return
     for p in parameters(optimizer):
-        entry = optimizer.state.get(p, {})
-        yield from (
-            v
-            for k, v in sorted(entry.items())
-            if isinstance(v, Tensor) and k not in AUX_STATE.values() and not is_dtensor(v)
-        )
+        held = [v for k, v in sorted(optimizer.state.get(p, {}).items()) if k not in AUX_STATE.values()]
+        yield from (v for v in held if isinstance(v, Tensor) and not is_dtensor(v))
 
 
 def waits_for_ranks(model: nn.Module) -> bool:

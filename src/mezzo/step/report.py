@@ -209,28 +209,20 @@ def _reduction_row(model: nn.Module, policy: Policy) -> list[StateRow]:
     as_they_are = (torch.float64,) if sent is None else (torch.float64, *sent.unrounded)
     others = [dtype for dtype in observed if dtype not in (policy.reduce, *as_they_are)]
     named = [name for name, dtype in sharded.items() if dtype in others]
-    return [
-        StateRow(
-            what="reductions",
-            declared=dtype_name(policy.reduce),
-            observed=tuple((dtype_name(dtype), count) for dtype, count in observed.items()),
-            differing=tuple(named or (f"{observed[dtype]} in {dtype_name(dtype)}" for dtype in others)),
-        )
-    ]
+    differing = tuple(named or (f"{observed[dtype]} in {dtype_name(dtype)}" for dtype in others))
+    counts = tuple((dtype_name(dtype), count) for dtype, count in observed.items())
+    return [StateRow(what="reductions", declared=dtype_name(policy.reduce), observed=counts, differing=differing)]
 
 
 def _row(what: str, found: Sequence[Found]) -> list[StateRow]:
     if not found:
         return []
     declared = sorted({dtype_name(dtype) for _, _, dtype in found if dtype is not None})
-    row = StateRow(
-        what=what,
-        declared=" or ".join(declared) or "as loaded",
-        observed=tuple(Counter(dtype_name(tensor.dtype) for _, tensor, _ in found).items()),
-        nbytes=sum(_nbytes(tensor) for _, tensor, _ in found),
-        differing=tuple(name for name, tensor, dtype in found if dtype is not None and tensor.dtype is not dtype),
-    )
-    return [row]
+    words = " or ".join(declared) or "as loaded"
+    counts = tuple(Counter(dtype_name(tensor.dtype) for _, tensor, _ in found).items())
+    nbytes = sum(_nbytes(tensor) for _, tensor, _ in found)
+    differing = tuple(name for name, tensor, dtype in found if dtype is not None and tensor.dtype is not dtype)
+    return [StateRow(what=what, declared=words, observed=counts, nbytes=nbytes, differing=differing)]
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -241,12 +241,10 @@ def unwrapped(saved: Any, model: nn.Module) -> Any:
 
 def _with_masters(entry: Mapping[str, Any], wide: Mapping[int, Tensor]) -> dict[str, Any]:
     """Return optimizer state in which weights that were saved in fp32 are masters, so that no bit of them is lost."""
-    state = {
-        index: {**kept, AUX_STATE["fp32"]: wide[index]}
-        if index in wide and not AUX_STATE.values() & kept.keys()
-        else kept
-        for index, kept in entry["state"].items()
-    }
+    state = dict(entry["state"])
+    for index, kept in entry["state"].items():
+        if index in wide and not AUX_STATE.values() & kept.keys():
+            state[index] = {**kept, AUX_STATE["fp32"]: wide[index]}
     return {**entry, "state": state}
 
 
