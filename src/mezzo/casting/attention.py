@@ -42,12 +42,10 @@ SMALLEST = 2048
 def is_attention(cls: type[nn.Module]) -> bool:
     """Whether modules of a class are of attention: by its name or that of a class above it, or since a method names torch's op. Host only."""
     own = cls.__mro__[: cls.__mro__.index(nn.Module)]
-    return any(base.__name__.endswith("Attention") for base in own) or any(
-        _names_attention(getattr(inspect.unwrap(method), "__code__", method.__code__))
-        for base in own
-        for method in vars(base).values()
-        if inspect.isfunction(method)
-    )
+    if any(base.__name__.endswith("Attention") for base in own):
+        return True
+    methods = [method for base in own for method in vars(base).values() if inspect.isfunction(method)]
+    return any(_names_attention(getattr(inspect.unwrap(one), "__code__", one.__code__)) for one in methods)
 
 
 def _names_attention(code: CodeType) -> bool:

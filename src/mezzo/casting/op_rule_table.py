@@ -40,12 +40,10 @@ def _full_name(name: str, function: AnyCallable) -> str:
 
 
 def _namespaces() -> list[tuple[str, AnyCallable]]:
-    found = [
-        (_full_name(name, getattr(space, name)), getattr(space, name))
-        for space in OP_NAMESPACES
-        for name in dir(space)
-        if not name.startswith("__")
+    public = [
+        (name, getattr(space, name)) for space in OP_NAMESPACES for name in dir(space) if not name.startswith("__")
     ]
+    found = [(_full_name(name, function), function) for name, function in public]
     for functions in get_overridable_functions().values():
         found += [(getattr(f, "__name__", ""), f) for f in functions]
     return [(name, f) for name, f in found if callable(f) and name not in ("", "__get__", "__set__", "__delete__")]

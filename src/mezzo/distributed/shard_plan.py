@@ -215,14 +215,10 @@ def _groups(unit: str, owners: Sequence[_OwningModule]) -> list[ShardGroup]:
         )
         if not joins:
             lists.setdefault(owner.param_dtypes, []).append(owner)
-    groups = [
-        ShardGroup(
-            modules=tuple(owner.name for owner in members),
-            param_dtypes=way,
-            num_parameters=sum(owner.num_parameters for owner in members),
-        )
-        for way, members in lists.items()
-    ]
+    groups = []
+    for way, members in lists.items():
+        names, size = tuple(owner.name for owner in members), sum(owner.num_parameters for owner in members)
+        groups.append(ShardGroup(modules=names, param_dtypes=way, num_parameters=size))
     left = sum(owner.num_parameters for owner in owners) - sum(group.num_parameters for group in groups)
     return [*groups, ShardGroup(modules=(unit,), param_dtypes=rest, num_parameters=left)]
 

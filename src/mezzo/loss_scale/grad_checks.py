@@ -102,14 +102,14 @@ def direct_step(tracker: GradTracker, optimizer: Optimizer) -> None:
 
 def _still_scaled(tracker: GradTracker, optimizer: Optimizer, is_noted: Callable[[Stamp, Tensor], bool]) -> list[int]:
     """Return the indices of the gradients that were not divided, of those that are the ones noted."""
-    return [
-        index
-        for index, param in enumerate(parameters(optimizer))
-        if (grad := param.grad) is not None
-        and (entry := tracker.entry(param)) is not None
-        and entry.mark is not Mark.UNSCALED
-        and is_noted(entry.stamp, grad)
-    ]
+    found = []
+    for index, param in enumerate(parameters(optimizer)):
+        entry, grad = tracker.entry(param), param.grad
+        if entry is None or grad is None or entry.mark is Mark.UNSCALED:
+            continue
+        if is_noted(entry.stamp, grad):
+            found.append(index)
+    return found
 
 
 def _refuse(optimizer: Optimizer, indices: list[int], verdict: str, zeros_too: bool = False) -> None:

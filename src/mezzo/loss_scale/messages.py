@@ -98,11 +98,8 @@ def about(optimizer: Optimizer, indices: Sequence[int], verdict: str) -> str:
 
 def half_gradients(optimizer: Optimizer) -> str:
     """Return the refusal of fp16 gradients, with the fp16 parameters of the optimizer."""
-    half = [
-        label
-        for label, param in zip(names(optimizer), parameters(optimizer), strict=True)
-        if param.grad is not None and param.grad.dtype is torch.float16
-    ]
+    named = zip(names(optimizer), parameters(optimizer), strict=True)
+    half = [label for label, p in named if p.grad is not None and p.grad.dtype is torch.float16]
     total = sum(param.requires_grad for param in parameters(optimizer))
     remedy = (
         "This optimizer divides by itself, in fp32: leave unscale_() out, and clip with "
@@ -153,8 +150,7 @@ def exhausted(state: LossScale, config: ScalingConfig, patience: int | None, opt
 
 def nonfinite(optimizer: Optimizer) -> list[str]:
     """Return the parameters whose gradients hold inf or NaN, with how many elements. Syncs: yes."""
-    return [
-        f"{label}: {count} of {values.numel()}"
-        for label, param in zip(names(optimizer), parameters(optimizer), strict=True)
-        if param.grad is not None and (count := int((~(values := real_values(param.grad)).isfinite()).sum()))
-    ]
+    named = zip(names(optimizer), parameters(optimizer), strict=True)
+    held = [(label, real_values(p.grad)) for label, p in named if p.grad is not None]
+    counts = [(label, int((~values.isfinite()).sum()), values.numel()) for label, values in held]
+    return [f"{label}: {count} of {numel}" for label, count, numel in counts if count]

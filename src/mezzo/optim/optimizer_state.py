@@ -180,10 +180,8 @@ def report(clauses: Iterable[str]) -> None:
 def seal_loaded(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Keep torch from casting the state, and the groups from taking over another master mode."""
     own = tuple(name for name in OWN_OPTIONS if name != "rounding_seed")
-    groups = [
-        {**now, **saved, **{name: now[name] for name in own}}
-        for now, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
-    ]
+    pairs = zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
+    groups = [{**now, **saved, **{name: now[name] for name in own}} for now, saved in pairs]
     state = each_entry(keep_masters(optimizer, state_dict), sealed)
     return {**state_dict, "state": state, "param_groups": groups}
 

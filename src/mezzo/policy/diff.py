@@ -66,11 +66,8 @@ def diff(left: PolicyFields, right: PolicyFields) -> PolicyDiff:
     module_rules = ([write_module_rule(rule) for rule in policy.modules] for policy in (left, right))
     changes += _list_changes("op rule", *op_rules)
     changes += _list_changes("module rule", *module_rules)
-    return PolicyDiff(
-        left=str(written(left)),
-        right=str(written(right)),
-        changes=tuple(change for change in changes if change.left != change.right),
-    )
+    differing = tuple(change for change in changes if change.left != change.right)
+    return PolicyDiff(left=str(written(left)), right=str(written(right)), changes=differing)
 
 
 def _scaling(config: ScalingConfig | None) -> str:

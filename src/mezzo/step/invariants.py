@@ -293,12 +293,9 @@ def _lost_counts(before: Before, one: OptimizerGrads) -> dict[Tensor, tuple[Tens
 def _rates(grads: Sequence[OptimizerGrads], of: Sequence[Tensor] | None = None) -> list[float]:
     """Return the learning rate of each group, or of those that have one of some parameters; 1 where it has none."""
     among = None if of is None else set(of)
-    return [
-        float(rate) if isinstance(rate := group.get("lr"), float | int | Tensor) else 1.0
-        for one in grads
-        for group in one.optimizer.param_groups
-        if among is None or not among.isdisjoint(group["params"])
-    ]
+    groups = [group for one in grads for group in one.optimizer.param_groups]
+    rates = [group.get("lr") for group in groups if among is None or not among.isdisjoint(group["params"])]
+    return [float(rate) if isinstance(rate, float | int | Tensor) else 1.0 for rate in rates]
 
 
 def _sample_of_master(optimizer: Optimizer, param: Tensor) -> Tensor:
@@ -315,12 +312,8 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def _state_tensors(optimizer: Optimizer) -> dict[StateKey, Tensor]:
-    return {
-        (p, key): value
-        for p, entry in optimizer.state.items()
-        for key, value in (entry.items() if isinstance(entry, dict) else ())
-        if isinstance(value, Tensor)
-    }
+    entries = [(p, entry) for p, entry in optimizer.state.items() if isinstance(entry, dict)]
+    return {(p, key): v for p, entry in entries for key, v in entry.items() if isinstance(v, Tensor)}
 
 
 def _sums(grads: Sequence[OptimizerGrads], beside_weights: bool = False) -> dict[StateKey, Tensor]:

@@ -41,11 +41,9 @@ class MastersFollow:
         self._is_off = False
         before = model.register_load_state_dict_pre_hook(_Inert(self._before))  # type: ignore[no-untyped-call]  # torch's own
         after = model.register_load_state_dict_post_hook(_Inert(self._after))  # type: ignore[no-untyped-call]  # torch's own
-        restored = [
-            one.register_load_state_dict_post_hook(_Inert(partial(_note, weakref.ref(one), self._restored)))
-            for one in map(local_optimizer, optimizers)
-            if keeps_masters(one)
-        ]
+        own = [one for one in map(local_optimizer, optimizers) if keeps_masters(one)]
+        notes = [_Inert(partial(_note, weakref.ref(one), self._restored)) for one in own]
+        restored = [one.register_load_state_dict_post_hook(note) for one, note in zip(own, notes, strict=True)]
         noted = [one.register_load_state_dict_post_hook(_Inert(self.news.note_load)) for one in optimizers]
         self._handles: tuple[RemovableHandle, ...] = before, after, *restored, *noted
 

@@ -233,11 +233,8 @@ def _inner_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 def _refuse_prepared(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    modules = [
-        fqn or type(module).__name__
-        for fqn, module in model.named_modules()
-        if (bound := record(module)) is not None and bound.binding.stepper is not None
-    ]
+    records = {fqn or type(module).__name__: record(module) for fqn, module in model.named_modules()}
+    modules = [name for name, bound in records.items() if bound is not None and bound.binding.stepper is not None]
     found = modules[:1] + [type(optimizer).__name__ for optimizer in optimizers if is_owned(optimizer)][:1]
     if found:
         raise StepError(

@@ -213,11 +213,8 @@ def load_weights_(model: nn.Module, optimizers: Sequence[Optimizer], state: Mapp
         )
     for optimizer, entry in zip(optimizers, state["optimizers"], strict=True):
         params = parameters(optimizer)
-        wide = {
-            index: saved[names[p]]
-            for index, p in enumerate(params)
-            if p.dtype in LOW_DTYPES and p in names and saved[names[p]].dtype is torch.float32
-        }
+        low = {index: names[p] for index, p in enumerate(params) if p.dtype in LOW_DTYPES and p in names}
+        wide = {index: saved[name] for index, name in low.items() if saved[name].dtype is torch.float32}
         if keeps_masters(owner := local_optimizer(optimizer)):
             optimizer.load_state_dict(_with_masters(entry, wide))
             own = {*parameters(owner)}
