@@ -276,9 +276,8 @@ def is_sparse(module: nn.Module) -> bool:
 
 def _is_spectral(module: nn.Module) -> bool:
     """Whether torch.nn.utils.spectral_norm multiplies a weight with fp32 vectors of its own, outside of all rules."""
-    return any(
-        name.endswith("_orig") and hasattr(module, f"{name.removesuffix('_orig')}_u") for name in own_parameters(module)
-    )
+    names = [name.removesuffix("_orig") for name in own_parameters(module) if name.endswith("_orig")]
+    return any(hasattr(module, f"{name}_u") for name in names)
 
 
 def set_grad_dtype_(optimizers: Sequence[Optimizer], policy: Policy) -> None:

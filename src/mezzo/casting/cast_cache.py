@@ -195,9 +195,8 @@ class WeightCastCache:
 
     def copies(self) -> list[tuple[Tensor, Tensor]]:
         """Return each weight that lives with each of its casts. Host only."""
-        return [
-            (owner, cast.copy) for cast in tuple(self._casts.values()) if (owner := cast.source.tensor()) is not None
-        ]
+        held = [(cast.source.tensor(), cast.copy) for cast in tuple(self._casts.values())]
+        return [(owner, copy) for owner, copy in held if owner is not None]
 
     def nbytes(self) -> int:
         """Return the bytes that all casts hold. Syncs: no."""

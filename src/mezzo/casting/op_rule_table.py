@@ -40,9 +40,7 @@ def _full_name(name: str, function: AnyCallable) -> str:
 
 
 def _namespaces() -> list[tuple[str, AnyCallable]]:
-    public = [
-        (name, getattr(space, name)) for space in OP_NAMESPACES for name in dir(space) if not name.startswith("__")
-    ]
+    public = [(n, getattr(space, n)) for space in OP_NAMESPACES for n in dir(space) if not n.startswith("__")]
     found = [(_full_name(name, function), function) for name, function in public]
     for functions in get_overridable_functions().values():
         found += [(getattr(f, "__name__", ""), f) for f in functions]
@@ -83,9 +81,8 @@ def decomposed_composites() -> dict[AnyCallable, AnyCallable]:
     torch's Python functions begin with `if has_torch_function(...)`, which hands the whole call to the mode once
     more; the copy answers that question with no. Syncs: no.
     """
-    opened: dict[AnyCallable, AnyCallable] = {
-        f: _decomposed(f) for _, f in _namespaces() if isinstance(f, FunctionType) and _is_composite(f)
-    }
+    composites = [f for _, f in _namespaces() if isinstance(f, FunctionType) and _is_composite(f)]
+    opened: dict[AnyCallable, AnyCallable] = {f: _decomposed(f) for f in composites}
     return opened | {f: _without_indices(shown) for f, shown in _DRAWING.items()}
 
 
@@ -102,9 +99,8 @@ def rows_by_callable(ops: OpRules, device_type: str) -> dict[AnyCallable, OpRow]
     rows = dict(op_table(ops.table, device_type))
     for op, rule in ops.edits:
         name = ALIASES.get(op, op)
-        rows[name] = OpRow(
-            op=name, rule=rule, reason="edited in the policy", instead="another op, or another rule for it"
-        )
+        instead = "another op, or another rule for it"
+        rows[name] = OpRow(op=name, rule=rule, reason="edited in the policy", instead=instead)
     names = callables_by_name()
     return {f: row for name, row in rows.items() for f in names.get(name, ()) if f not in _DRAWING}
 

@@ -210,9 +210,8 @@ def backward_message(error: BaseException) -> str | None:
     if error.__traceback__ is None or not is_mismatch(error):
         return None
     frames = _calling(_frames_of(error.__traceback__))
-    contexts = [
-        value for frame, _, _ in frames for value in frame.f_locals.values() if isinstance(value, BackwardCFunction)
-    ]
+    variables = [value for frame, _, _ in frames for value in frame.f_locals.values()]
+    contexts = [value for value in variables if isinstance(value, BackwardCFunction)]
     if not contexts:
         return None
     name = type(contexts[-1]).__name__.removesuffix("Backward")

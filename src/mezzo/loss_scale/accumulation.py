@@ -192,9 +192,8 @@ class AccumulationState:
         Writes: gradients. Syncs: no.
         """
         is_theirs = (Tensor.backward, torch.autograd.backward) == _BACKWARD and type(loss) is Tensor
-        is_seen = (
-            num_function_modes() or num_dispatch_modes() or tracing_state() is not None or functorch_level() is not None
-        )
+        is_traced = tracing_state() is not None or functorch_level() is not None
+        is_seen = num_function_modes() or num_dispatch_modes() or is_traced
         if inputs is not None or not is_theirs or is_seen or is_compiling() or _graph_log.isEnabledFor(logging.DEBUG):
             loss.backward(retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)  # type: ignore[no-untyped-call]  # torch's own
             return

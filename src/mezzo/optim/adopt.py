@@ -81,9 +81,8 @@ def load_divided_(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
         elsewhere = [p for p in whole["params"] if not any(p is one for one in group["params"])]
         for p in elsewhere:  # its owner writes it likewise
             take_master_(p, saved["state"].get(keys[p], {}), mode_of(p, group))
-    options = [
-        {**now, "params": group["params"]} for now, group in zip(inner.param_groups, saved["param_groups"], strict=True)
-    ]
+    pairs = zip(inner.param_groups, saved["param_groups"], strict=True)
+    options = [{**now, "params": group["params"]} for now, group in pairs]
     super(type(optimizer), optimizer).load_state_dict({"state": {}, "param_groups": options})
 
 

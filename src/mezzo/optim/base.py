@@ -210,9 +210,7 @@ class MasterOptimizer(KeepsMasters):
 
     def why(self) -> list[str]:
         """Return one line for each kind of parameter: which kernel takes its step, and what decided."""
-        kinds = dict.fromkeys(
-            (p.device, p.dtype, group["backend"]) for group in self.param_groups for p in group["params"]
-        )
+        kinds = dict.fromkeys((p.device, p.dtype, one["backend"]) for one in self.param_groups for p in one["params"])
         return [registry.why(self.op, *kind) for kind in kinds]
 
     def _param_batches(self) -> list[tuple[GroupStep, Sequence[ParamBatch]]]:

@@ -89,9 +89,8 @@ class Masters:
         """
         master, bits = self.fp32_param(param).detach(), None
         if self.count is not None:
-            bits = random_bits(
-                random_key(param_seed(self.seed, index), self.count.to(param.device), WEIGHT_STREAM), master
-            )
+            key = random_key(param_seed(self.seed, index), self.count.to(param.device), WEIGHT_STREAM)
+            bits = random_bits(key, master)
         weight, new = store_master(self.mode, master, param.dtype, bits)
         if new is None or self.mode == "fp32":
             write_(param, weight, skip)

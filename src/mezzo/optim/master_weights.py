@@ -225,9 +225,8 @@ class MasterWeights(HasMasters):
                 type(self.inner).load_state_dict(self.inner, {**state_dict, "state": rest, "param_groups": groups})
             except Exception as error:  # torch has put both in place when it looks into them
                 vars(self.inner).update(kept_own)
-                refuse(
-                    f"state of {type(self).__name__}", f"is refused by {type(self.inner).__name__}: {first_line(error)}"
-                )
+                what = f"is refused by {type(self.inner).__name__}: {first_line(error)}"
+                refuse(f"state of {type(self).__name__}", what)
         self._rekey({fp32_param: p for p, fp32_param in self.masters.stand_ins.items()})
         self.masters.seed = saved_groups[0].get("rounding_seed", self.masters.seed)
         for p in [p for p in params if self.masters.mode == "stochastic" and "rounding_step" in params[p]]:

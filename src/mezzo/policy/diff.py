@@ -79,10 +79,8 @@ def _scaling(config: ScalingConfig | None) -> str:
 
 
 def _config_changes(name: str, left: object, right: object) -> list[Change]:
-    return [
-        Change(f"{name}.{field}", spell(field, getattr(left, field)), spell(field, getattr(right, field)))
-        for field in kinds(type(left))
-    ]
+    pairs = [(field, getattr(left, field), getattr(right, field)) for field in kinds(type(left))]
+    return [Change(f"{name}.{field}", spell(field, one), spell(field, other)) for field, one, other in pairs]
 
 
 def _list_changes(what: str, left: list[str], right: list[str]) -> list[Change]:

@@ -203,9 +203,8 @@ def _scaling_edits(scaling: ScalingConfig | None, preset: ScalingConfig | None) 
 
 def _config_edits(name: str, config: object, base: object) -> dict[Setting, str]:
     changed = [field for field in kinds(type(base)) if getattr(config, field) != getattr(base, field)]
-    return {
-        (f"{name}.{field}", 0): f"{name}.{field}={spelling.spell(field, getattr(config, field))}" for field in changed
-    }
+    words = {f"{name}.{field}": spelling.spell(field, getattr(config, field)) for field in changed}
+    return {(key, 0): f"{key}={word}" for key, word in words.items()}
 
 
 def settings(policy: PolicyFields) -> Iterator[tuple[str, str]]:
@@ -217,9 +216,8 @@ def settings(policy: PolicyFields) -> Iterator[tuple[str, str]]:
     for name in CONFIGS:
         config = getattr(policy, name)
         if config is not None:
-            yield from (
-                (f"{name}.{option}", spelling.spell(option, getattr(config, option))) for option in kinds(type(config))
-            )
+            for option in kinds(type(config)):
+                yield f"{name}.{option}", spelling.spell(option, getattr(config, option))
 
 
 def rules(policy: PolicyFields, text: Written) -> Iterator[tuple[str, str, str]]:

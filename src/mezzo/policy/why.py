@@ -230,10 +230,8 @@ def why_engine(policy: PolicyFields, device_type: str, cache: CacheName = "regio
     differing = _differing(policy.op_rules, device_type)
     if not differing:
         return EngineChoice(engine="dispatcher", reason=f"every op has the rule torch gives it on {device_type}")
-    return EngineChoice(
-        engine="mode",
-        reason=f"{len(differing)} ops have another rule than torch's on {device_type}: {listed(differing, 4)}",
-    )
+    reason = f"{len(differing)} ops have another rule than torch's on {device_type}: {listed(differing, 4)}"
+    return EngineChoice(engine="mode", reason=reason)
 
 
 @lru_cache

@@ -187,6 +187,4 @@ def _moments(optimizer: Optimizer) -> Iterator[Tensor]:
 
 def waits_for_ranks(model: nn.Module) -> bool:
     """Whether the forward of a model, its wrapper left out, meets other ranks: to gather weights, or for statistics."""
-    return any(is_dtensor(p) for p in model.parameters()) or any(
-        isinstance(m, nn.SyncBatchNorm) for m in model.modules()
-    )
+    return any_dtensor(model.parameters()) or any(isinstance(m, nn.SyncBatchNorm) for m in model.modules())

@@ -206,11 +206,8 @@ def load_weights_(model: nn.Module, optimizers: Sequence[Optimizer], state: Mapp
     before = {name: p.dtype for p, name in names.items()}
     model.load_state_dict(saved)
     if changed := [name for name, dtype in before.items() if name in saved and saved[name].dtype is not dtype]:
-        first = changed[0]
-        yield (
-            f"{len(changed)} parameters were stored in {dtype_name(saved[first].dtype)} and are now in "
-            f"{dtype_name(before[first])}"
-        )
+        was, now = dtype_name(saved[changed[0]].dtype), dtype_name(before[changed[0]])
+        yield f"{len(changed)} parameters were stored in {was} and are now in {now}"
     for optimizer, entry in zip(optimizers, state["optimizers"], strict=True):
         params = parameters(optimizer)
         low = {index: names[p] for index, p in enumerate(params) if p.dtype in LOW_DTYPES and p in names}
