@@ -122,7 +122,7 @@ class RankConsensus:
         sent, self.signals = self.signals, Signals()
         told = torch.cat([numbers_on(sent.numbers(), flags.device), sent.weights.to(flags)])
         both = self.group.to_device(torch.cat([(flags != 0).to(torch.float32), squares, told]))
-        summed = self.group.sum_(both).to(flags.device)
+        summed = self.group.sum_small(both, by_exchange=self.wrapper.gathers).to(flags.device)
         self._unread = (*to_host(summed[-len(told) :]), sent)
         if host_decides(flags.device):
             self._read_signals()

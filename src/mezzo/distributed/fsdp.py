@@ -24,6 +24,7 @@ from ..formats import FP8, LOW_DTYPES, dtype_name
 from ..kernels import is_dtensor
 from ..policy import Policy, PolicyLike, as_policy, names_around
 from .group import Group, all_gather_rows, is_running
+from .rank_consistency import digest, refuse_setup
 from .shard_plan import ParamDtypes, ShardPlan, param_dtypes, plan_shards, precision_of
 from .wide_sum import WideReduceScatter, WideReplicas
 from .wrapper import UNKNOWN, Wrapper, holding
@@ -61,15 +62,17 @@ def fully_shard(
 
     Raises:
         PolicyError: the policy wants weights that share a module, or a tie between units, to be gathered differently.
+        DistributedError: the ranks shard by different policies or in different units, which is seen when they have. Raised on all of them.
 
-    Writes: parameters and classes of the modules. Syncs: as torch's.
+    Writes: parameters and classes of the modules. Syncs: with the slowest rank.
     """
     from torch.distributed.fsdp import OffloadPolicy, fully_shard
 
     chosen = as_policy(policy)
     _check_traffic(chosen)
     home = next((p.device for p in model.parameters()), torch.device("cpu"))
-    plan = plan_shards(model, chosen.resolve(home), units)
+    chosen = chosen.resolve(home)
+    plan = plan_shards(model, chosen, units)
     modules = dict(model.named_modules())
     for group in plan.groups:
         members = [modules[name] for name in group.modules]
@@ -86,7 +89,17 @@ def fully_shard(
             members[0].set_custom_reduce_scatter(WideReduceScatter())
             for params in fsdp_param_groups(members[0]):
                 wrap_replicas(params, WideReplicas)
+    _compare(model, chosen, plan)
     return plan
+
+
+def _compare(model: nn.Module, policy: Policy, plan: ShardPlan) -> None:
+    home = next(p.device for p in model.parameters())
+    group = Group(_group_of(model.parameters()), home=None if home.type in ("cpu", "meta") else home)
+    lines = [f"the policy '{policy}'", *str(plan).split("\n")]
+    if any(group.differing(digest(lines)[None])):
+        hint = "Call fully_shard with one policy, model and units on all ranks."
+        refuse_setup(group, "fully_shard goes by", lines, hint)
 
 
 class WatchedGather:
@@ -261,7 +274,7 @@ def _holding_back(group: Any) -> str | None:
 class ShardWrapper(Wrapper):
     """A model whose weights lie in parts on the ranks of a mesh: sharded, or parallel by tensors. The policy's compute dtype is decided."""
 
-    compares_models = True
+    compares_models = gathers = True
 
     def __init__(self, model: nn.Module, policy: Policy) -> None:
         self._model, self._policy = model, policy

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import reduce
 
 import torch
 import torch.distributed as dist
@@ -90,6 +91,27 @@ class Group:
     def max_(self, tensor: Tensor) -> Tensor:
         """Take the largest of each element over the ranks, in place, and return it; in all else as `sum_`. Syncs: as `sum_`."""
         return self._all_reduce_(tensor, dist.ReduceOp.MAX)
+
+    def sum_small(self, tensor: Tensor, *, by_exchange: bool = False) -> Tensor:
+        """Return the sum of a small tensor over the ranks, the same bits on all, by another collective than gradients travel by on the CPU.
+
+        gloo ends a process where two collectives of one kind meet in different sizes; those of different kinds wait, and are told so.
+
+        Args:
+            tensor: contiguous, in one dimension.
+            by_exchange: the ranks may be in `gather` meanwhile.
+
+        Syncs: on the CPU, with the slowest rank; else no.
+        """
+        if tensor.device.type != "cpu":
+            return self.sum_(tensor)
+        if not by_exchange:
+            return reduce(torch.add, self.gather(tensor))
+        rows = tensor.expand(self.size, -1).contiguous()
+        found = torch.empty_like(rows)
+        with self.watching():
+            self.wait(self.exchange(found, rows), found)
+        return reduce(torch.add, found.unbind())
 
     def any(self, is_found: bool) -> bool:
         """Return whether any rank found something; called on all of them. Syncs: yes."""
@@ -197,8 +219,8 @@ class Group:
         if not missing:
             return (
                 f"rank {own} waited {waited} for the others of {spell(self.ranks)}, and all are there now: they do "
-                "not take part in the same collectives in the same order. Call forward, backward and step on every rank, "
-                f"and {_EVEN}."
+                "not take part in the same collectives in the same order. Call forward, backward and step as often on every rank, "
+                f"open no_sync() on all or on none, and {_EVEN}."
             )
         lost = spell(missing)
         if has_ended:

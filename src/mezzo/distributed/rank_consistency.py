@@ -169,7 +169,7 @@ def handshake(group: Group, own: RankSetup, wrapper: Wrapper, *, has_parts: bool
     sums = [_total(_checksums(each)) for each in (masters, own.moments if wrapper.compares_models else ())]
     has_parts = (has_parts or own.is_stage) and not wrapper.compares_models
     counts = [torch.tensor(number) for number in (len(masters), has_parts)]
-    values = torch.stack([*(_digest(lines) for lines in texts.values()), *counts, *sums])
+    values = torch.stack([*(digest(lines) for lines in texts.values()), *counts, *sums])
     policy, optimizer, model, count, some_have_parts, master, moment = group.differing(values)
     if policy:
         refuse_setup(group, "the policy is", [f"'{own.policy}'"], "Prepare with one policy on all ranks.")
@@ -192,7 +192,8 @@ def handshake(group: Group, own: RankSetup, wrapper: Wrapper, *, has_parts: bool
     return model or some_have_parts or has_parts
 
 
-def _digest(lines: Iterable[str]) -> Tensor:
+def digest(lines: Iterable[str]) -> Tensor:
+    """Return a whole number, equal where lines are. Shape (), int64. Host only."""
     found = hashlib.sha256("\0".join(lines).encode("utf-8", "surrogatepass")).digest()
     return torch.tensor(int.from_bytes(found[:7], "big"))  # one bit of eight is the sign's
 

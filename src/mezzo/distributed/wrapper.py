@@ -27,11 +27,13 @@ class Wrapper:
         process_group: of the ranks; None is the default one.
         device: of the model; None where the ranks' own current one is.
         compares_models: whether all ranks hold the same modules and parameters.
+        gathers: whether forward and backward gather weights.
     """
 
     process_group: dist.ProcessGroup | None = None
     device: torch.device | None = None
     compares_models = False
+    gathers = False
 
     def use(self, group: Group) -> None:
         """Take part in a group, whose `timeout` holds."""
