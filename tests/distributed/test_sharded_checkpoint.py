@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from tests.distributed.models import Language
 from tests.distributed.ranks import run
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -257,3 +258,31 @@ def test_what_is_no_run_is_refused(given: State, said: str, tmp_path: Path) -> N
             call(**{"amp": amp, "folder": tmp_path / "a", **given})
         assert said.replace("save_checkpoint", call.__name__) in str(refusal.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def _divided(rank: int, world: int, folder: str) -> str:
+    with warnings.catch_warnings():  # it still goes through torch.jit.script (2.13)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    net = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 1))
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), optimizer_class=mezzo.optim.AdamW, lr=0.05)
+    amp = mezzo.prepare(net, optimizer, "bf16-master")
+    amp.backward(DistributedDataParallel(amp.model)(torch.ones(4, 6)).float().mean())
+    amp.step()
+    optimizer.consolidate_state_dict(
+        to=0
+    )  # after which the first rank alone has a state, and would wait for the others
+    try:
+        save_checkpoint(amp, folder)
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+def test_divided_state_which_one_rank_alone_puts_together_is_refused_by_all(tmp_path: Path) -> None:
+    for said in run(2, _divided, str(tmp_path / "divided")):
+        assert said.startswith(
+            "save_checkpoint was given a run with a ZeroRedundancyOptimizer, which puts its state together on one rank"
+        )
+        assert "torch.save(amp.state_dict(), file) on rank 0." in said
+    assert run(1, _divided, str(tmp_path / "whole")) == ["saved"]

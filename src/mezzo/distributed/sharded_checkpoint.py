@@ -56,7 +56,7 @@ def save_checkpoint(amp: Saveable, folder: str | os.PathLike[str], *, extra: Map
             a scheduler's state and the epoch.
 
     Raises:
-        CheckpointError: no run, no dict, or the folder is there already or could not be written. Raised on all ranks.
+        CheckpointError: no run, no dict, a ZeroRedundancyOptimizer on several ranks, or the folder is there already or could not be written. Raised on all ranks.
         DistributedError: a rank is lost.
 
     Writes: the folder; while at it, one beside it that ends in ".partial". Syncs: yes, with the slowest rank.
@@ -72,6 +72,11 @@ def save_checkpoint(amp: Saveable, folder: str | os.PathLike[str], *, extra: Map
         raise CheckpointError(
             f"save_checkpoint was given {path}, which is there already. Name a new folder for each checkpoint, and remove "
             "old ones when the new one is whole."
+        )
+    if is_running() and dist.get_world_size() > 1 and any(hasattr(o, "consolidate_state_dict") for o in amp.optimizers):
+        raise CheckpointError(
+            "save_checkpoint was given a run with a ZeroRedundancyOptimizer, which puts its state together on one rank alone. Call "
+            "optimizer.consolidate_state_dict(to=0) on every rank, and torch.save(amp.state_dict(), file) on rank 0."
         )
     tensors: dict[str, Tensor] = {}
     plain = _taken_apart({"amp": amp.state_dict(), "extra": dict(extra or {})}, (), tensors)
