@@ -70,6 +70,7 @@ def _shards(rank: int, world: int) -> str:
             for _ in range(1 if step == 1 and rank == 1 else 2):
                 amp.backward(net(torch.ones(4, 6)).square().mean())
             amp.step()
+            amp.zero_grad()
     except MezzoError as error:
         return str(error)
     return "trained"
