@@ -115,6 +115,20 @@ def test_a_gradient_that_no_scale_mends() -> None:
     assert amp.scale == 4.0, "the scale fell for an overflow that is mended now"
 
 
+def test_a_demotion_begins_patience_anew() -> None:
+    """The first scale is tried again, and falls again, where it was too high for the rule as well."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 64), Steep())
+    _, amp = prepared("fp16, output=fp32, guard.on_overflow=demote", "sgd", model)
+    taken = []
+    for _ in range(40):
+        amp.zero_grad()
+        amp.backward((amp.model(torch.randn(4, 4)) * 1e3).sum())
+        taken.append(bool(amp.step()))
+    assert amp.counters().demoted == ("module:1=fp32",)
+    assert not any(taken[:17]) and taken[-1]
+
+
 def test_a_bad_batch_demotes_nothing() -> None:
     _, amp = prepared(DEMOTE, "sgd", Plain())
     x, y = batch()

@@ -313,3 +313,12 @@ def test_what_is_frozen_or_reached_another_way_is_not() -> None:
     assert run_of(frozen).record.unreached == ()
     assert run_of(Parts(looked_at)).record.unreached == ()
     assert run_of(Parts(lambda h: h.detach() + h)).record.unreached == ()
+
+
+def test_a_derivative_is_no_metric() -> None:
+    """The derivative of a spread at 0 is set to 0 by torch: no value is missing. Where it is read, it is training's."""
+    model = nn.Linear(4, 4)
+    with diagnose.trace(model) as t:
+        spread = model(torch.ones(2, 4)).std(0)
+        (1 - spread).relu().mean().backward()
+    assert t.report.answer == "healthy" and "no value" not in str(t.report)

@@ -176,6 +176,34 @@ def test_the_edit_against_an_overflow_trains(name: str) -> None:
     assert trains(lambda: model(BATCH), list(model.parameters()))
 
 
+SLOPES: dict[str, tuple[Function, str]] = {
+    "log of a probability": (lambda h: torch.log(torch.sigmoid(h - 14).float() + 1e-9), "fp16"),
+    "exp of an output": (lambda h: (8 * h.abs() + 16).float().exp(), "fp16"),
+    "quotient by an eps": (lambda h: (h * 0) / ((h * 0).abs().sum(-1, keepdim=True) + 1e-8), "fp16, ops=mezzo"),
+    "weights in fp16": (lambda h: (8 * h.abs() + 16).float().exp(), "fp16-master, compute=bf16"),
+}
+"""Functions that are finite in fp16, with gradients that are not."""
+
+
+@pytest.mark.parametrize("name", SLOPES)
+def test_the_edit_against_an_overflow_in_backward_trains(name: str) -> None:
+    compute, preset = SLOPES[name]
+
+    def prepared(policy: str) -> nn.Module:
+        torch.manual_seed(0)
+        model = Model(compute)
+        mezzo.prepare(model, None, policy)
+        return model
+
+    with diagnose.trace(model := prepared(preset)) as t:
+        model(BATCH).float().sum().backward()
+    first = t.report.findings[0]
+    assert (first.verdict, first.phase) == ("overflow", "backward")
+    model = prepared(f"{preset}, {first.fix.edit}")
+    model(BATCH).float().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
 @pytest.mark.parametrize("name", SINGULARITIES)
 def test_the_expression_against_a_singularity_trains(name: str) -> None:
     op, arguments = SINGULARITIES[name]

@@ -28,7 +28,7 @@ class Counters:
         seen: calls of `step`.
         applied: those that every optimizer took.
         skipped: the others.
-        skipped_in_a_row: skipped steps since the last one that was taken.
+        skipped_in_a_row: skipped steps since the last one that was taken, or that demoted.
         demoted: edits that guard.on_overflow=demote made to the policy.
     """
 

@@ -176,7 +176,7 @@ class Recovery:
         if not edits:
             return False
         now = self.guard.state
-        self.guard.become(replace(now, counters=replace(now.counters, demoted=(*known, *edits))))
+        self.guard.become(replace(now, counters=replace(now.counters, skipped_in_a_row=0, demoted=(*known, *edits))))
         if skip.reason == "gradients" and policy.scaling is not None:
             # It fell because of an overflow that is mended now.
             list(load_scale_(self._loss_scale, asdict(LossScale.start(policy.scaling)), policy.scaling))

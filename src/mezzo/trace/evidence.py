@@ -57,7 +57,7 @@ def leads_somewhere(event: Event, read: Read) -> bool:
 
 def is_metric(event: Event) -> bool:
     """Say whether a value was computed as statistics are: outside of modules, and of what leads to gradients."""
-    return event.site.op in _METRICS and not event.site.root and not event.tracked
+    return event.site.op in _METRICS and event.site.phase != "backward" and not event.site.root and not event.tracked
 
 
 def is_arithmetic(call: Call, bad: list[Tensor]) -> bool:

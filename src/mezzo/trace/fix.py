@@ -144,14 +144,17 @@ def _fix_update(event: Event) -> Fix:
 
 
 def _fix_overflow(event: Event, loss: float) -> Fix:
-    if event.site.op == "to" and event.site.phase == "backward":
-        return Fix(advice=f"the gradient is narrowed on its way out of {event.site.path}, because what feeds it "
-                    "is 16 bit: give that, the module or op before it, an fp32 rule too.")  # fmt: skip
+    widest = next((w for w in event.wide if w.is_finite), None)
+    is_fp32s = widest is not None and widest.dtype == "fp32"
+    is_lost_after = event.site.op == "to" or (is_fp32s and edit_of(event.site).startswith("op:"))
+    if event.site.phase == "backward" and is_lost_after:
+        low = "params=bf16" if any(t.dtype == "bf16" for t in event.inputs) else "compute=bf16"
+        return Fix(edit=low * (event.outputs[0].dtype == "fp16"), advice=f"the gradient is narrowed on its way out of {event.site.path}, because what "
+                    "feeds it, the module or op before, is 16 bit: an fp32 rule on that repairs it too.")  # fmt: skip
     if _narrowed_by_hand(event) is event.site:
         return Fix(advice=f"no rule undoes what {event.site.called}() narrows at {event.site.user or event.site.library}: "
                     f"leave {event.leaf or 'the value'} in fp32 there, or use bf16, whose range is that of fp32.")  # fmt: skip
-    widest = next((w for w in event.wide if w.is_finite), None)
-    if event.outputs[0].dtype in LOW_NAMES and (widest is None or widest.dtype == "fp32"):
+    if event.outputs[0].dtype in LOW_NAMES and (widest is None or is_fp32s):
         edit = _edits([event.site, *event.followers])
         if widest is not None and edit.startswith("op:") and _is_slope_too_large(event, widest.amax, loss):
             return Fix(edit="compute=bf16", advice=f"{edit} makes the forward finite alone: the gradient of {event.site.op} is as large as its "
