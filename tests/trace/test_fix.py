@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import mezzo.diagnose as diagnose
 from mezzo.step import prepare
@@ -84,3 +85,40 @@ def test_gradients_that_overflow_where_they_are_added_up_are_told_so() -> None:
     assert found.verdict == "overflow" and found.fix.edit == "" and "None" not in found.fix.advice
     assert "divide each loss by the number of passes" in found.fix.advice
     assert run(1 / 3).findings == ()
+
+
+class Residuals(nn.Module):
+    """Each layer nearly doubles what came: after 24 of them a size that fp16 does not hold, and bf16 does."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(layers))
+        for layer in self.layers:
+            nn.init.eye_(layer.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + 0.9 * layer(x)
+        return F.layer_norm(x, (4,))
+
+
+@pytest.mark.parametrize(("layers", "edit"), [(24, "compute=bf16"), (160, "")])
+def test_growth_over_depth_that_fp32_holds_gets_an_edit(layers: int, edit: str) -> None:
+    model, x = Residuals(layers), torch.linspace(-1, 1, 12).reshape(3, 4)
+    with diagnose.trace(model) as t, torch.autocast("cpu", dtype=torch.float16):
+        model(x).float().square().mean().backward()
+    first = t.report.findings[0]
+    assert (first.verdict, first.fix.edit) == ("exploding", edit)
+    if edit:
+        model = Residuals(layers)
+        prepare(model, None, f"fp16, {edit}")
+        loss = model(x).float().square().mean()
+        loss.backward()
+        assert loss.isfinite() and all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_a_singular_matrix_is_told_so() -> None:
+    weight = nn.Parameter(torch.ones(3, 3))
+    with diagnose.trace() as t:
+        torch.linalg.slogdet(2 * weight)[1].backward()
+    assert "multiple of the identity" in t.report.findings[0].fix.advice

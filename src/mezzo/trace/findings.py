@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -9,7 +10,7 @@ from typing import Any
 
 from ..errors import listed
 from .depth import Trend, grew_into, grew_over_steps, trends
-from .fix import DIVERGED, STEPPED, STUCK, Fix, fix_for
+from .fix import DIVERGED, GROWN, STEPPED, STUCK, Fix, fix_for
 from .lint_rules import LintWarning, explain_lint
 from .records import Event, Flush, FlushedGradient, Frame, Lint, LostUpdate, Phase, Sink, Site, TensorFacts, TraceRecord
 from .verdict import Verdict, number, verdict_of
@@ -210,6 +211,8 @@ def _of_event(record: TraceRecord, event: Event, sinks: list[Sink]) -> Finding:
         fix = Fix(advice=STUCK)
     elif growth:
         fix, why = Fix(advice=DIVERGED), f"{growth} {why}"
+    elif trend is not None and event.outputs[0].dtype == "fp16" and _is_held(record, site.step):
+        fix = Fix(edit="compute=bf16", advice=GROWN)
     return _at(
         site,
         verdict=verdict,
@@ -223,6 +226,12 @@ def _of_event(record: TraceRecord, event: Event, sinks: list[Sink]) -> Finding:
         is_stuck=is_stuck,
         steps=tuple(sorted({s.step for s in sinks})),
     )
+
+
+def _is_held(record: TraceRecord, step: int) -> bool:
+    """Say whether every output that was not finite in a step is finite in an fp32 run."""
+    lost = [s.reference for s in record.sizes if s.nonfinite and s.kind == "output" and s.step == step]
+    return bool(lost) and all(reference is not None and math.isfinite(reference) for reference in lost)
 
 
 def _is_stuck(record: TraceRecord, scale: float) -> bool:

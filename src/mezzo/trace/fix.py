@@ -56,6 +56,7 @@ _SINGULAR = {
     "atan2": "it has no derivative at (0, 0): mask such elements before it",
     "linalg_cholesky": "the matrix is not positive definite; add a multiple of the identity, as in a + 1e-6 * torch.eye(n), or compute it in fp64",
     "linalg_inv": "the matrix is singular; add a multiple of the identity, or use torch.linalg.pinv",
+    "linalg_slogdet": "the matrix is singular, and the logarithm of 0 is -inf; add a multiple of the identity",
     "linalg_solve": "the matrix is singular; add a multiple of the identity, or use torch.linalg.lstsq",
     "linalg_svd": "equal singular values have no derivative of their vectors; use svdvals, or separate them",
     "linalg_eigh": "equal eigenvalues have no derivative of their vectors; use eigvalsh, or separate them",
@@ -92,6 +93,8 @@ DIVERGED = (
     "training diverges: lower the learning rate, warm it up, or clip the gradients; no rule of a policy repairs this."
 )
 """For an overflow at the end of steps that grew."""
+GROWN = "an fp32 run holds these sizes, and so does bf16; or normalise between layers, or scale the residual branch."
+"""For growth over depth that fp16 alone does not hold."""
 _NEAR = 0.1
 """A negative argument of a logarithm or power that is further from 0 is no cancellation; roots are taken of variances, of any size."""
 _ROOTS = frozenset({"sqrt", "rsqrt", "log", "log2", "log10", "pow"})
@@ -109,6 +112,10 @@ def fix_for(verdict: Verdict, event: Event, loss: float = 0.0) -> Fix:
         return _fix_overflow(event, loss)
     if verdict in ("underflow", "singularity"):
         return _fix_underflow(event) if verdict == "underflow" else _fix_singularity(event)
+    if verdict == "exploding" and event.outputs[0].dtype == "fp16" and 0 < loss < math.inf:
+        return Fix(
+            edit="compute=bf16", advice=_LAYERS.replace("only delays it", "holds it, and only delays it if it grows on")
+        )
     return Fix(advice={"loss-scale": _SCALER, "exploding": _LAYERS}.get(verdict) or _inherited_advice(event))
 
 
