@@ -285,7 +285,7 @@ class TestAsPolicy:
 
 @pytest.mark.parametrize(
     ("name", "preset"),
-    [("bf16-mixed", "bf16"), ("16-mixed", "fp16"), ("fp16-mixed", "fp16"), ("bf16-true", "bf16-master"), ("16-True", "fp16-master"), ("no", "fp32"), ("O1", "fp16"), ("O2", "fp16-master"),
+    [("bfloat16", "bf16"), ("torch.bfloat16", "bf16"), ("Float16", "fp16"), ("float32", "fp32"), ("bfloat16-mixed", "bf16"), ("float16-master", "fp16-master"), ("bf16-mixed", "bf16"), ("16-mixed", "fp16"), ("fp16-mixed", "fp16"), ("bf16-true", "bf16-master"), ("16-True", "fp16-master"), ("no", "fp32"), ("O1", "fp16"), ("O2", "fp16-master"),
      ("32-true", "fp32")],
 )  # fmt: skip
 def test_the_names_of_lightning_are_understood(name: str, preset: str) -> None:

@@ -37,7 +37,7 @@ def test_a_stepper_says_what_it_steps_and_what_it_did() -> None:
     amp.backward(amp.model(torch.ones(2, 4)).sum())
     amp.step()
     assert repr(amp).startswith("Stepper(Sequential, SGD, policy='fp16, output=fp32") or "policy='fp16" in repr(amp)
-    assert repr(amp).endswith(": 1 steps taken, 0 skipped, loss scale 8)")
+    assert repr(amp).endswith(": 1 step taken, 0 skipped, loss scale 8)")
 
 
 def test_views_are_well_formed_and_show_what_text_shows() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from tests.step.step_models import Net, batch, mse
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import mezzo
-from mezzo.errors import StepError
+from mezzo.errors import PolicyError, StepError
 
 Make = Callable[[Any], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
@@ -65,6 +66,57 @@ def test_a_run_goes_on_from_torchs_recipe(policy: str, optimizer: str, tmp_path:
     assert [group["lr"] for group in other.optimizers[0].param_groups] == [0.01]
     found = train(other, range(3, 6))
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("goes_on_in", ["as before", "bf16"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "damped SGD", "NAdam"])
+@pytest.mark.parametrize(
+    "policy", ["bf16-master", "fp16-master, scaling.init_scale=16", "bf16, params=bf16, master=kahan"]
+)
+def test_masters_that_were_loaded_before_prepare_stay(
+    policy: str, optimizer: str, goes_on_in: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The usual order: model and optimizer are made and loaded, then handed on; torch casts the state on the way."""
+    kind = {**OPTIMIZERS, "NAdam": lambda params: torch.optim.NAdam(params, lr=0.01)}[optimizer]
+    amp = make(policy, kind)
+    expected = train(amp, range(3))
+    saved = copy.deepcopy((amp.model.state_dict(), amp.optimizers[0].state_dict()))
+
+    def load(*, change: float = 0.0) -> tuple[Net, torch.optim.Optimizer]:
+        model = Net()
+        other = kind(model.parameters())
+        model.load_state_dict({name: value.float() + change for name, value in saved[0].items()})
+        other.load_state_dict(copy.deepcopy(saved[1]))
+        return model, other
+
+    to = policy if goes_on_in == "as before" else goes_on_in
+    model, other = load()
+    with caplog.at_level(logging.WARNING):
+        again = mezzo.prepare(model, other, to)
+    assert not caplog.messages
+    assert all(torch.equal(value, expected[name]) for name, value in again.export_weights().items())
+    assert (to != "bf16") or not {"remainder", "master", "compensation"} & set().union(*other.state.values())
+
+    model, other = load()
+    before, held = copy.deepcopy((model.state_dict(), other.state_dict()))
+    with pytest.raises(PolicyError):
+        mezzo.prepare(model, other, f"{to}, *.nothing=fp32")
+    assert str(other.state_dict()) == str(held)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+    model, other = load()
+    model.load_state_dict(expected)  # the masters themselves
+    with caplog.at_level(logging.WARNING):
+        again = mezzo.prepare(model, other, to)
+    assert not caplog.messages
+    assert all(torch.equal(value, expected[name]) for name, value in again.export_weights().items())
+
+    model, other = load(change=2.0**-20)
+    with caplog.at_level(logging.WARNING):
+        again = mezzo.prepare(model, other, to)
+    assert sum("saved beside other weights" in message for message in caplog.messages) == 1
+    if to == "bf16":
+        assert all(torch.equal(p, saved[0][name].float() + 2.0**-20) for name, p in model.named_parameters())
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

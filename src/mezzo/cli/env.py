@@ -35,7 +35,10 @@ def _facts(machine: dict[str, Any], auto: Policy) -> list[tuple[str, str]]:
     rows = [
         ("CPU", f"{cpu['model']}, {cpu['cores']} cores, {cpu['memory_bytes'] / 2**30:.0f} GiB"),
         ("16-bit flags", " ".join(flag for flag in cpu["flags"] if "16" in flag or "amx" in flag) or "none"),
-        ("torch", f"{versions['torch']}, {machine['threads']} thread(s), {cpu['torch_capability']} kernels"),
+        (
+            "torch",
+            f"{versions['torch']}, {machine['threads']} thread{'s' * (machine['threads'] != 1)}, {cpu['torch_capability']} kernels",
+        ),
     ]
     if "gpu" in machine:
         gpu = machine["gpu"]

@@ -125,7 +125,8 @@ class Explanation(Report):
             reasons.append(f"the step is bound by launching ops, not by arithmetic: {way}")
         if self.casts > sum(n for r in self.rows for _, n in r.ops) / 4:
             reasons.append("casts are a large part of the ops: store weights in 16 bit (bf16-master)")
-        return f"Expect no gain ({measured}): {'; '.join(reasons) or 'casts and memory cost what the products gain'}."
+        what = "a slower step" if self.gain < 1 / _WORTH else "no gain"
+        return f"Expect {what} ({measured}): {'; '.join(reasons) or 'casts and memory cost what the products gain'}."
 
     def document(self) -> Document:
         """Return the layout."""

@@ -6,6 +6,7 @@ import logging
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NoReturn
@@ -19,7 +20,7 @@ from ..formats import LOW_DTYPES, describe, dtype_name
 from ..kernels import AUX_STATE, check_shape, give_master_, is_dtensor, like_dtensor, local, read_master, store_master
 from ..loss_scale import parameters
 from ..policy import Master
-from .saved_state import check_saved, each_entry
+from .saved_state import check_saved, each_entry, is_torchs
 
 _log = logging.getLogger("mezzo.optim")
 _LOSS = {"kahan": "rounded to twice 16 bit", "stochastic": "rounded to 16 bit"}
@@ -91,6 +92,43 @@ def take_master_(param: Tensor, entry: Mapping[str, Tensor], mode: Master) -> tu
     with torch.no_grad():
         local(param).copy_(weight)
     return ({} if aux_state is None else {AUX_STATE[mode]: like_dtensor(aux_state.clone(), param)}), clause
+
+
+@torch.no_grad()
+def take_loaded_masters_(optimizer: torch.optim.Optimizer, undo: ExitStack) -> None:
+    """Give fp32 weights the masters in the state of one of torch's optimizers, where both were loaded before it was prepared; `undo` takes it back.
+
+    Writes: weights that are 16-bit ones, widened; state, which loses its aux entries, with a word in the log where they do not fit. Syncs: yes.
+    """
+    held = parameters(optimizer) if is_torchs(optimizer) else []
+    fits = [
+        _take_loaded_(p, optimizer.state[p], mode, undo)
+        for p in held
+        if (mode := mode_of_state(optimizer.state.get(p, {})))
+    ]
+    if lost := fits.count(False):
+        _log.warning(
+            "%d masters in the state of %s were saved beside other weights than the model's, or torch cast them, and are dropped. Load model and "
+            "optimizer of one checkpoint, the model in fp32, or after mezzo.prepare.", lost, type(optimizer).__name__,
+        )  # fmt: skip
+
+
+def _take_loaded_(param: Tensor, entry: dict[str, Any], mode: Master, undo: ExitStack) -> bool:
+    """Take the aux state out of an entry, and give the weight the master that it means; return whether it means one. Syncs: yes."""
+    value, aux = local(param.detach()), entry.pop(AUX_STATE[mode])
+    if not isinstance(aux, Tensor) or local(aux).shape != value.shape or value.dtype is not torch.float32:
+        return False
+    aux = local(aux)
+    for low in (torch.bfloat16,) if mode == "split" else (torch.bfloat16, torch.float16):
+        weight, own = store_master(mode, value, low, None)
+        if own is not None and torch.equal(own.to(aux.dtype), aux):  # the weight is the master
+            return True
+        rounded = {"fp32": (aux.to(low), weight), "kahan": (aux.to(low).to(aux.dtype), aux)}.get(mode, (aux, aux))
+        if torch.equal(weight.to(value.dtype), value) and torch.equal(*rounded):
+            undo.callback(value.copy_, weight)
+            value.copy_(read_master(mode, weight, aux.to({"split": torch.int16, "kahan": low}.get(mode, aux.dtype))))
+            return True
+    return False
 
 
 def keep_masters(optimizer: Any, saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -169,7 +169,7 @@ def _check_entry(part: str, entry: Mapping[str, Any], param: Tensor, optimizer: 
                 refuse(where, f"is {describe(value)}, and must be {dtype_name(wanted)}")
         elif is_known and name in MOMENTS:
             if value is not None or name != _NONE_YET:
-                check_tensor(where, value, param, may_be_sparse=_is_torchs(optimizer))
+                check_tensor(where, value, param, may_be_sparse=is_torchs(optimizer))
             if value is not None and value.is_complex() is not param.is_complex():
                 refuse(where, f"is {value.dtype}, and the parameter {param.dtype}")
         elif isinstance(now, Tensor) and now.dim() > 0:
@@ -216,7 +216,7 @@ def _is_known(optimizer: Optimizer) -> bool:
     return any(kind.__module__.startswith(("torch.", "mezzo.")) for kind in kinds)
 
 
-def _is_torchs(optimizer: Optimizer) -> bool:
+def is_torchs(optimizer: Optimizer) -> bool:
     """Whether one of torch's optimizers takes the step, in a wrapper or by itself."""
     return f"{type(getattr(optimizer, 'inner', optimizer)).__module__}.".startswith("torch.optim.")
 
@@ -226,7 +226,7 @@ def _check_torch(
 ) -> None:
     """Refuse what one of torch's optimizers would stumble over in its next step: ranges are those that its constructor knows."""
     kind: Any = type(optimizer)
-    if not _is_torchs(optimizer):
+    if not is_torchs(optimizer):
         return
     for (option, known), moment in _NEEDS.items():
         if group.get(option) and any(known in entry and entry.get(moment) is None for entry in entries.values()):

@@ -53,8 +53,10 @@ def preset_fields(name: object) -> PolicyFields:
     """Return the preset of a name, upper or lower case, Lightning's, Accelerate's and apex's names among them; a PolicyError names the nearest."""
     if not isinstance(name, str):
         raise PolicyError(f"'preset': a name such as 'bf16' is wanted, not {name!r}.")
-    preset = ALIASES.get(name.casefold(), name.casefold())
-    dtype = named_dtype(preset.removesuffix("-master"))
+    word, dash, kind = name.casefold().partition("-")
+    dtype = named_dtype(word)
+    preset = f"{word if dtype is None else dtype_name(dtype)}{dash}{kind}"  # torch's spelling too
+    preset = ALIASES.get(preset, preset)
     check(
         dtype is None or preset in PRESET_FIELDS or dtype_name(dtype) in PRESET_FIELDS,
         f"unknown preset {preset!r}: no preset computes in {preset.removesuffix('-master')}; write fp32, fp16, bf16 or auto.",

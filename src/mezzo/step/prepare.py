@@ -31,7 +31,7 @@ from ..binding.bind import bind
 from ..distributed import disconnect, refuse_flat
 from ..errors import PolicyError, StepError, StepTypeError, did_you_mean, kind_of, shown
 from ..formats import LOW_DTYPES, is_one_of
-from ..optim import adopt, parameters, wrapped_optimizer
+from ..optim import adopt, local_optimizer, parameters, take_loaded_masters_, wrapped_optimizer
 from ..policy import CacheName, PolicyLike, as_policy
 from .capture import P, R
 from .foreign_scaler import warn_of_earlier
@@ -152,6 +152,8 @@ def prepare(
         optimizers = []
         sparse = {p for module in inner.modules() if is_sparse(module) for p in module.parameters(recurse=False)}
         for one in given:
+            if local_optimizer(one) is one:
+                take_loaded_masters_(one, undo)
             optimizers.append(adopt(one, resolved, is_dense=sparse.isdisjoint(parameters(one))))
             undo.callback(let_go, optimizers[-1], one)
         undo.callback(remember_weights(inner, was))
@@ -163,7 +165,12 @@ def prepare(
         undo.callback(follow.remove)
         undo.callback(disconnect, inner)
         stepper = Stepper(model, optimizers, binding, was, follow, skip=skip)
-        _log.info("prepared %s: %s; %d parameters stored anew", type(model).__name__, resolved, len(converted))
+        stored = (
+            f"; {len(converted)} of its parameters now have another dtype: amp.report() shows which"
+            if converted
+            else ""
+        )
+        _log.info("prepared %s: %s%s", type(model).__name__, resolved, stored)
         if optimizers and resolved.params in LOW_DTYPES:
             warn_of_earlier(inner, resolved.params)
         if optimizers and device.type == "cpu":

@@ -62,7 +62,7 @@ class PreparedRun:
             return "Stepper(released)"
         names = ", ".join(type(part).__name__ for part in (self.model, *self.optimizers))
         counters = self.counters()
-        done = f"{counters.applied} steps taken, {counters.skipped} skipped, loss scale {self.scale:g}"
+        done = f"{counters.applied} step{'s' * (counters.applied != 1)} taken, {counters.skipped} skipped, loss scale {self.scale:g}"
         return f"Stepper({names}, policy={str(self.policy)!r}: {done})"
 
     def _repr_html_(self) -> str:
