@@ -132,18 +132,9 @@ def test_weights_and_optimizers_are_loaded_both_or_not_at_all(name: str, policy:
     train(amp, 1)
     saved, count = copy.deepcopy(amp.state_dict()), 0
     train(amp, 2)
-    before, new = everything(amp), {}
-    while interrupted(lambda amp=amp: amp.load_state_dict(saved), 31 + 97 * count):
-        now = everything(amp)
-        if str(now) != str(before):  # all of it was loaded, and counters and the loss scale may not have been
-            other = prepared(name, policy)
-            other.load_state_dict(saved)
-            new = new or everything(other)
-            assert_same(now, new)
-            amp.load_state_dict(saved)
-            amp = prepared(name, policy)
-            train(amp, 3)
-            before = everything(amp)
+    before = everything(amp)
+    while interrupted(lambda: amp.load_state_dict(saved), 31 + 97 * count):
+        assert_same(everything(amp), before)
         count += 1
     assert count > 10
     train(amp, 1)

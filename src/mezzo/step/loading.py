@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -116,25 +116,32 @@ class _Inert:
 
 
 def load_run_(engine: Engine, follow: MastersFollow, state: Mapping[str, Any]) -> tuple[str, ...]:
-    """Bring a run to where a checkpoint left it; see `Stepper.load_state_dict`.
+    """Bring a run to where a checkpoint left it, or leave it where it is, whatever is raised; see `Stepper.load_state_dict`.
 
     Writes: weights, buffers, optimizer states, loss scale, counters, rules that the run was demoted to; drops gradients. Syncs: yes.
     """
     complete = checkpoint.check(state, len(engine.optimizers))
-    with follow.paused():
-        loaded = checkpoint.load_(engine.model, engine.optimizers, complete, engine.policy)
-    follow.news.note_load()
-    counters = Counters(**(complete["counters"] or {}))
-    engine.recovery.forget()
-    engine.drop(set_to_none=True)
-    counters = replace(counters, demoted=engine.recovery.demote_again(counters.demoted))
-    sentences = (
-        *checkpoint.compare_policies(complete["policy"], engine.policy),
-        *loaded,
-        *checkpoint.load_scale_(engine.loss_scale, complete["scaling"], engine.policy.scaling),
-    )
-    engine.guard.become(replace(engine.guard.state, counters=counters))
-    engine.buffers.forgive()
-    for sentence in sentences:
-        _log.warning("loading a checkpoint: %s", sentence)
-    return sentences
+    policy, undo = engine.policy, ExitStack()
+    try:
+        with follow.paused():
+            loaded = checkpoint.load_(engine.model, engine.optimizers, complete, policy, undo)
+        follow.news.note_load()
+        engine.recovery.forget()
+        undo.callback(engine.guard.become, engine.guard.state)
+        undo.callback(engine.recovery.adopt, policy)
+        counters = Counters(**(complete["counters"] or {}))
+        counters = replace(counters, demoted=engine.recovery.demote_again(counters.demoted))
+        sentences = (
+            *checkpoint.compare_policies(complete["policy"], engine.policy),
+            *loaded,
+            *checkpoint.load_scale_(engine.loss_scale, complete["scaling"], engine.policy.scaling, undo),
+        )
+        engine.guard.become(replace(engine.guard.state, counters=counters))
+        for sentence in sentences:
+            _log.warning("loading a checkpoint: %s", sentence)
+        engine.drop(set_to_none=True)
+        engine.buffers.forgive()
+        return sentences
+    except BaseException:
+        undo.close()
+        raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -179,7 +180,7 @@ class Recovery:
         self.guard.become(replace(now, counters=replace(now.counters, skipped_in_a_row=0, demoted=(*known, *edits))))
         if skip.reason == "gradients" and policy.scaling is not None:
             # It fell because of an overflow that is mended now.
-            list(load_scale_(self._loss_scale, asdict(LossScale.start(policy.scaling)), policy.scaling))
+            list(load_scale_(self._loss_scale, asdict(LossScale.start(policy.scaling)), policy.scaling, ExitStack()))
         return True
 
 

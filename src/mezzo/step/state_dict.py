@@ -137,9 +137,9 @@ def check(state: Mapping[str, Any], num_optimizers: int) -> dict[str, Any]:
 
 
 def load_(
-    model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any], policy: Policy
+    model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any], policy: Policy, undo: ExitStack
 ) -> tuple[str, ...]:
-    """Check everything, then load weights and optimizer states; see `load_weights_`. A CheckpointError: nothing was changed."""
+    """Check everything, then load weights and optimizer states; see `load_weights_`. A CheckpointError: nothing was changed, or `undo` puts it back."""
     inner = innermost(model)
     weights = unwrapped(state["model"], inner)
     _check_saved_numbers(state, policy)
@@ -151,16 +151,13 @@ def load_(
     _check_weights("model", weights, inner.state_dict())
     for index, (optimizer, entry) in enumerate(zip(optimizers, state["optimizers"], strict=True)):
         check_saved(f"optimizers[{index}]", entry, optimizer)
-    with ExitStack() as undo:
-        undo.callback(remember_run(inner, optimizers))
-        for optimizer, entry in zip(optimizers, state["optimizers"], strict=True):
-            if not keeps_masters(local_optimizer(optimizer)):
-                _load_plain(optimizer, entry)
-        loaded = load_weights_(inner, optimizers, {**state, "model": weights})
-        bad = _not_finite(inner, optimizers, weights, state["optimizers"])
-        sentences = (*_load_outside_(beside, saved), *loaded, *bad)
-        undo.pop_all()
-    return sentences
+    undo.callback(remember_run(inner, optimizers))
+    for optimizer, entry in zip(optimizers, state["optimizers"], strict=True):
+        if not keeps_masters(local_optimizer(optimizer)):
+            _load_plain(optimizer, entry)
+    loaded = load_weights_(inner, optimizers, {**state, "model": weights})
+    bad = _not_finite(inner, optimizers, weights, state["optimizers"])
+    return (*_load_outside_(beside, saved), *loaded, *bad)
 
 
 def _not_finite(
@@ -277,8 +274,10 @@ def _in_own_memory(value: Any) -> Any:
     return value.clone(memory_format=torch.contiguous_format) if is_expanded else value
 
 
-def load_scale_(state: LossScale, saved: Mapping[str, Any] | None, config: ScalingConfig | None) -> Iterator[str]:
-    """Give the loss scale its saved values. Yields a sentence where they are not taken. Writes: `state`."""
+def load_scale_(
+    state: LossScale, saved: Mapping[str, Any] | None, config: ScalingConfig | None, undo: ExitStack
+) -> Iterator[str]:
+    """Give the loss scale its saved values; `undo` takes them back. Yields a sentence where they are not taken. Writes: `state`."""
     if config is None:
         if saved is not None:
             yield f"the saved loss scale {saved['scale']:g} is dropped: this policy does not scale"
@@ -293,6 +292,7 @@ def load_scale_(state: LossScale, saved: Mapping[str, Any] | None, config: Scali
         for name, value in saved.items():
             target = getattr(state, name)
             assert isinstance(target, Tensor)
+            undo.callback(target.copy_, target.clone())
             target.fill_(value)
 
 
