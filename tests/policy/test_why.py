@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from tests.policy.policies import policies
 
 from mezzo.errors import FormatError, PolicyError
 from mezzo.formats import dtype_name
-from mezzo.policy import PRESETS, OpRules, Policy, Reason, Rule
+from mezzo.policy import PRESETS, ModuleRule, OpRules, Policy, Reason, Rule
 from mezzo.policy.spelling import write_module_rule
 from mezzo.policy.table import op_table, registered
 from mezzo.policy.text import written
@@ -240,3 +241,10 @@ def test_an_engine_is_chosen_for_a_device_and_a_cache() -> None:
     assert Policy(ops="mezzo").why_engine("cuda:0") == Policy(ops="mezzo").why_engine("cuda")
     with pytest.raises(PolicyError, match=r"unknown cache 'persistnt'. Did you mean 'persistent'?"):
         NAMED.why_engine("cpu", "persistnt")  # type: ignore[arg-type]
+
+
+def test_where_many_rules_are_written_is_found_in_a_time_that_grows_with_their_number() -> None:
+    rules = tuple(ModuleRule(pattern=f"m{i}", precision=Rule.FP32) for i in range(20_000))
+    text, begin = written(Policy(compute=torch.bfloat16, modules=rules)), time.perf_counter()
+    places = [text.where(("module", i)) for i in range(len(rules))]
+    assert len({*places}) == len(rules) and time.perf_counter() - begin < 3  # 17 s where each looks through all

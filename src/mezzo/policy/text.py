@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 from ..errors import PolicyError, did_you_mean, kind_of
 from . import spelling
@@ -143,7 +144,7 @@ def _unknown_key(key: str, word: str) -> str:
     return f"unknown key {key!r}.{hint}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Written:
     """A policy's text: the name of the preset it starts from, and spelled edits, in order, by what they set."""
 
@@ -155,10 +156,13 @@ class Written:
 
     def where(self, setting: Setting) -> str:
         """Return where it is set: "edit 2", counted from 1, or "preset bf16"."""
-        for number, edited in enumerate(self.edits, 1):
-            if setting == edited or (edited == ("scaling", 0) and setting[0].startswith("scaling.")):
-                return f"edit {number}"
-        return f"preset {self.preset}"
+        around = ("scaling", 0) if setting[0].startswith("scaling.") else setting
+        number = self._numbers.get(setting, self._numbers.get(around))
+        return f"preset {self.preset}" if number is None else f"edit {number}"
+
+    @cached_property
+    def _numbers(self) -> Mapping[Setting, int]:
+        return {setting: number for number, setting in enumerate(self.edits, 1)}
 
 
 def written(policy: PolicyFields) -> Written:
