@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from types import UnionType
+from typing import Any
 
 
 class MezzoError(Exception):
@@ -150,6 +152,27 @@ def shown(value: object) -> str:
 def kind_of(value: object) -> str:
     """Return what something is, in words for an error: the class of an object, or that it is a class itself."""
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
+def check_given(
+    call: str,
+    name: str,
+    value: object,
+    kind: type[Any] | UnionType,
+    wanted: str,
+    raising: type[MezzoError] = ConfigError,
+) -> None:
+    """Refuse, by an error of `raising`, what an argument of a call cannot be: what is not of a kind. Host only."""
+    if not isinstance(value, kind):
+        raise raising(f"{call} was given {kind_of(value)} for {name}; give {wanted}.")
+
+
+def as_flag(call: str, name: str, value: object, raising: type[MezzoError] = ConfigError) -> bool:
+    """Return whether a flag from outside is set; an error of `raising` for what has no truth value, as several numbers have none. Syncs: for a tensor."""
+    try:
+        return bool(value)
+    except Exception:
+        raise raising(f"{call} was given {kind_of(value)} for {name}; give True or False.") from None
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import FormatError, did_you_mean, first_line, shown
+from .errors import FormatError, check_given, did_you_mean, first_line, shown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,8 +132,8 @@ def parse_dtype(name: str) -> torch.dtype:
     """
     try:
         return _SPELLINGS[name.strip().casefold().removeprefix("torch.")]
-    except KeyError:
-        raise FormatError(f"unknown dtype {name!r}.{did_you_mean(name, _SHORT.values())}") from None
+    except (AttributeError, KeyError, TypeError):
+        raise FormatError(f"unknown dtype {shown(name)}.{did_you_mean(name, _SHORT.values())}") from None
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -191,7 +191,7 @@ def format_of(dtype: torch.dtype) -> Format:
     for fmt in FORMATS.values():
         if fmt.dtype is dtype and fmt.name != "tf32":
             return fmt
-    raise FormatError(f"{dtype} is not a floating format mezzo knows.{did_you_mean(str(dtype), FORMATS)}")
+    raise FormatError(f"{shown(dtype)} is not a floating format mezzo knows.{did_you_mean(dtype, FORMATS)}")
 
 
 def describe(tensor: object) -> str:
@@ -224,7 +224,8 @@ def ulp(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     >>> ulp(torch.tensor([1.0, 2.0]), torch.bfloat16).tolist()
     [0.0078125, 0.015625]
     """
-    fmt = format_of(dtype or values.dtype)
+    check_given("ulp", "values", values, Tensor, "a tensor", FormatError)
+    fmt = format_of(values.dtype if dtype is None else dtype)
     magnitude = widened(values.detach()).abs()
     _, exponent = torch.frexp(magnitude.clamp(min=fmt.tiny))
     spacing = torch.ldexp(torch.ones_like(magnitude), exponent - 1 - fmt.mantissa_bits)
@@ -299,8 +300,8 @@ def native_support(device: torch.device | str, dtype: torch.dtype) -> NativeSupp
     Syncs: no.
     """
     device = as_device(device)
-    if not dtype.is_floating_point:
-        raise FormatError(f"{dtype} is not a floating dtype; ask for one of {', '.join(FORMATS)}.")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise FormatError(f"{shown(dtype)} is not a floating dtype; ask for one of {', '.join(FORMATS)}.")
     if dtype in (torch.float32, torch.float64):
         return NativeSupport(native=True, reason="every device computes it")
     if device.type == "cuda":

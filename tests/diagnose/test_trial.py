@@ -176,8 +176,8 @@ def test_a_replay_is_told_what_builds_its_run(tmp_path: Path) -> None:
         (given, "Linear for build; give a function that returns"),
         ("model.py", "str for build"),
         (lambda: given, "a build that returns Linear"),
-        (lambda: build()[:2], "a build that returns tuple"),
-        (lambda: build(None), "a build that returns tuple"),
+        (lambda: build()[:2], "a build that returns (Linear, SGD)"),
+        (lambda: build(None), "a build that returns (Linear, SGD, NoneType)"),
         (lambda: build(nn.MSELoss()), "MSELoss for loss_fn, which takes outputs and targets"),
     ]
     for other, said in wrong:

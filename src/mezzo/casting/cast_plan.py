@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 
 from .._torch import constant_when_compiled
-from ..errors import RegionError, RegionTypeError, did_you_mean
-from ..formats import LOW_DTYPES, dtype_name, parse_dtype
+from ..errors import RegionError, RegionTypeError, did_you_mean, shown
+from ..formats import LOW_DTYPES, dtype_name, is_one_of, parse_dtype
 from ..policy import CacheName, Policy, as_policy, why_engine
 from .cast_cache import WeightCastCache, weight_casts
 from .index_writes import take_index_writes
@@ -142,8 +142,6 @@ def _make_plan(
     cache: CacheName,
     strict: bool,
 ) -> str:
-    if cache not in ("region", "persistent"):
-        raise RegionError(f"cache={cache!r} is unknown.{did_you_mean(str(cache), ('region', 'persistent'))}")
     rules = policy if policy is not None else Policy()
     required = [rule.pattern for rule in rules.modules if rule.required]
     if required:
@@ -174,9 +172,13 @@ def _make_plan(
 
 
 @constant_when_compiled
-def _name_of(devices: Any, defaults: Any, dtype: object, enabled: bool, caches: Any, policy: Any, *rest: Any) -> str:
+def _name_of(
+    devices: Any, defaults: Any, dtype: object, enabled: bool, caches: Any, policy: Any, cache: Any, strict: bool
+) -> str:
+    if not is_one_of(cache, ("region", "persistent")):
+        raise RegionError(f"cache={shown(cache)} is unknown.{did_you_mean(cache, ('region', 'persistent'))}")
     chosen = None if policy is None else as_policy(policy)
-    return _make_plan(devices, defaults, _as_dtype(dtype), enabled, caches, chosen, *rest)
+    return _make_plan(devices, defaults, _as_dtype(dtype), enabled, caches, chosen, cache, strict)
 
 
 def _as_dtype(dtype: object) -> torch.dtype | None:

@@ -8,7 +8,8 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from ..errors import RegionError
+from ..errors import RegionError, RegionTypeError, check_given, kind_of
+from ..formats import as_device
 from .mode import eligible, map_tensors, tensors_in
 from .region import autocast, region_of
 
@@ -19,6 +20,14 @@ def _cast_all(value: Any, dtype: torch.dtype, device: str) -> Any:
     if isinstance(value, dict):
         return type(value)({key: _cast_all(item, dtype, device) for key, item in value.items()})
     return map_tensors(value, lambda t: t.to(dtype) if eligible(t, device) else t)
+
+
+def _check(call: str, function: object, device_type: str | None) -> None:
+    check_given(call, "device_type", device_type, str | None, "a device type such as 'cuda'", RegionTypeError)
+    if device_type is not None:
+        as_device(device_type)
+    if function is not None and not callable(function):
+        raise RegionTypeError(f"{call} decorates a function, and was given {kind_of(function)}.")
 
 
 @overload
@@ -43,6 +52,10 @@ def custom_fwd(fwd: Any = None, *, device_type: str | None = None, cast_inputs: 
     Syncs: no.
     Source: torch.amp.custom_fwd.
     """
+    _check("custom_fwd", fwd, device_type)
+    check_given(
+        "custom_fwd", "cast_inputs", cast_inputs, torch.dtype | None, "a dtype such as torch.float32", RegionTypeError
+    )
     if fwd is None:
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
 
@@ -88,6 +101,7 @@ def custom_bwd(bwd: Any = None, *, device_type: str | None = None) -> Any:
     Syncs: no.
     Source: torch.amp.custom_bwd.
     """
+    _check("custom_bwd", bwd, device_type)
     if bwd is None:
         return functools.partial(custom_bwd, device_type=device_type)
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import torch
 
 from .._torch import UnmanagedAutocast, dynamo_skip_frame, function_modes, num_function_modes
-from ..errors import CastError, RegionError, RegionTypeError
+from ..errors import CastError, RegionError, RegionTypeError, as_flag
 from ..kernels import is_in_foreign_graph
 from ..policy import CacheName, PolicyLike
 from ..random_state import accelerator_in_use
@@ -99,14 +99,17 @@ class autocast(UnmanagedAutocast):  # the name torch gives it
         cache: CacheName = "region",
         strict: bool = False,
     ) -> None:
-        devices, enabled = device_types(device_type), bool(enabled)
+        devices, enabled = device_types(device_type), as_flag("autocast", "enabled", enabled, RegionTypeError)
+        strict = as_flag("autocast", "strict", strict, RegionTypeError)
+        if cache_enabled is not None:
+            cache_enabled = as_flag("autocast", "cache_enabled", cache_enabled, RegionTypeError)
         is_decided = enabled and dtype is not None
         defaults = () if is_decided else tuple([torch.get_autocast_dtype(device) for device in devices])
         self._plan = plan_of(devices, defaults, dtype, enabled, cache_enabled, policy, cache, strict)
         self._asked: tuple[object, ...] | None = (device_type, dtype, enabled, cache_enabled, policy, cache, strict)
         self._traced: list[_Frame] = []  # entries in a graph; those of a thread are the thread's
         if self._plan.warning is not None and not torch.compiler.is_compiling():
-            warnings.warn(self._plan.warning, stacklevel=2)
+            warnings.warn(self._plan.warning.replace("autocast('cuda')", f"autocast({device_type!r})"), stacklevel=2)
 
     @classmethod
     def current(cls, *, enabled: bool | None = None) -> autocast:
@@ -117,7 +120,8 @@ class autocast(UnmanagedAutocast):  # the name torch gives it
 
         Syncs: no.
         """
-        return _repeat(_innermost_mode(), enabled)
+        chosen = None if enabled is None else as_flag("autocast.current", "enabled", enabled, RegionTypeError)
+        return _repeat(_innermost_mode(), chosen)
 
     def __reduce__(self) -> tuple[Callable[..., autocast], tuple[object, ...]]:
         """Copy and pickle as what was asked for: a region's state belongs to the thread that is inside it."""

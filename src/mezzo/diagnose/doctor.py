@@ -22,7 +22,9 @@ from typing import Any
 from torch import nn
 from torch.utils.data import get_worker_info
 
-from ..errors import ConfigError, DataError, did_you_mean, first_line
+from ..errors import ConfigError, DataError, as_flag, check_given, did_you_mean, first_line, shown
+from ..files import as_path
+from ..formats import is_count
 from ..policy import Policy, PolicyLike, as_policy
 from ..report import Block, Document, Heading, Note, Report
 from ..trace import Trace, TraceReport
@@ -91,7 +93,11 @@ def trace_script(
 
     Writes: what the script writes.
     """
-    name, path = str(path), Path(path)
+    path = as_path("trace_script", "path", path)
+    name, is_module = str(path), as_flag("trace_script", "is_module", is_module)
+    check_given("trace_script", "arguments", arguments, list | tuple, "a list of words")
+    if not (steps is None or is_count(steps, 1)):
+        raise ConfigError(f"trace_script was given steps={shown(steps)}; give a whole number of at least 1, or None.")
     if not is_module and not path.is_file():
         raise DataError(f"no script at {str(path)!r}; give the path of a Python file.")
     stopped = ""
@@ -259,6 +265,7 @@ def named_function(text: str) -> Callable[[], Any]:
 
     Writes: what importing the module writes.
     """
+    check_given("named_function", "text", text, str, f"text: {_FORM}")
     place, colon, name = text.rpartition(":")
     if not (colon and place and name):
         raise ConfigError(f"--model {text!r} names no function; write {_FORM}.")

@@ -319,14 +319,14 @@ def record(
     Writes: the folder; `step` and `backward` of the stepper, until it is closed.
     Syncs: once in 16 steps, with the last of them, with each step that is run twice, and for a learning rate in a tensor.
     """
-    if (twice_every != 0) != (loss_fn is not None) or not is_count(twice_every):
+    if not is_count(twice_every) or (twice_every != 0) != (loss_fn is not None):
         raise ConfigError(
-            f"record was given twice_every={shown(twice_every)} {'and a' if loss_fn else 'without'} loss_fn; to run steps twice it takes both: "
+            f"record was given twice_every={shown(twice_every)} {'without' if loss_fn is None else 'and a'} loss_fn; to run steps twice it takes both: "
             "how many steps lie between them, and loss_fn(model, batch), which computes what is given to amp.backward."
         )
     if not isinstance(amp, Stepper) or not is_count(every, 1):
         raise ConfigError(
-            f"record was asked to keep {kind_of(amp)} with every={every!r}; give what mezzo.prepare returned, and a whole number of at least 1."
+            f"record was asked to keep {kind_of(amp)} with every={shown(every)}; give what mezzo.prepare returned, and a whole number of at least 1."
         )
     check_trial("record", None, loss_fn)
     path = as_path("record", "folder", folder)

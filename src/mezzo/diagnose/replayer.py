@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import random_state
-from ..errors import ConfigError, DataError, StoppedRun, kind_of
+from ..errors import ConfigError, DataError, StoppedRun, kind_of, shown
 from ..files import as_path
+from ..formats import is_count
 from ..policy import PolicyLike, as_policy
 from ..random_state import RandomState
 from ..report import Document, Pairs, Report
@@ -95,15 +96,16 @@ class ReplayedStep(Report):
 
 def segment_of(folder: Path, step: int) -> tuple[int, Path]:
     """Return the last snapshot before a step: its step and folder. Steps may be kept in later ones, whose snapshot a kill left unfinished."""
+    folder = as_path("segment_of", "folder", folder)
     known = segments(folder)
     begin = known[0][0] if known else math.inf
     steps = sorted(n for p in folder.glob(f"[0-9]*/[0-9]*.0{BATCH}") if (n := int(p.name[:8])) >= begin)
-    if step in steps:
+    if is_count(step) and step in steps:
         return next((first, path) for first, path in reversed(known) if first <= step)
     held = "it holds no step" if folder.is_dir() else "there is no such folder"
     if steps:
         held = f"it holds steps {steps[0]} to {steps[-1]}"
-    raise DataError(f"step {step} was asked for, and {str(folder)!r} does not hold it: {held}.")
+    raise DataError(f"step {shown(step)} was asked for, and {str(folder)!r} does not hold it: {held}.")
 
 
 class _Run:
@@ -167,10 +169,12 @@ def _built(build: Callable[[], Parts]) -> Parts:
     if not callable(build) or isinstance(build, nn.Module):
         raise ConfigError(f"replay was given {kind_of(build)} for build; give {wanted}.")
     parts: object = build()
-    if not isinstance(parts, (tuple, list)) or len(parts) != 3 or parts[2] is None:
-        raise ConfigError(f"replay was given a build that returns {kind_of(parts)}; give {wanted}.")
-    check_trial("replay", None, parts[2])
-    return parts[0], parts[1], parts[2]
+    some = parts if isinstance(parts, (tuple, list)) else ()
+    if len(some) != 3 or some[2] is None or not isinstance(some[0], nn.Module):
+        found = f"({', '.join(map(kind_of, some))})" if some else kind_of(parts)
+        raise ConfigError(f"replay was given a build that returns {found}; give {wanted}.")
+    check_trial("replay", None, some[2])
+    return some[0], some[1], some[2]
 
 
 def replay(

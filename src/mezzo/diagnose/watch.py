@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as optimizer_hooks
 
 from .._torch import autograd_node, functorch_level
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 from ..formats import LOW_DTYPES, dtype_name, is_count
 from ..kernels import move
 from ..optim import keeps_masters, parameters, stepped_optimizer
@@ -367,7 +367,9 @@ def watch(run: Stepper | nn.Module, *, every: int = 10, width: int = 1024) -> Wa
     (1, 0)
     """
     if not (is_count(every, 1) and is_count(width, 1)):
-        raise ConfigError(f"watch was asked for every={every!r}, width={width!r}; give whole numbers of at least 1.")
+        raise ConfigError(
+            f"watch was asked for every={shown(every)}, width={shown(width)}; give whole numbers of at least 1."
+        )
     if isinstance(run, Stepper):
         return Watch(run.model, run, every, width)
     if isinstance(run, nn.Module):

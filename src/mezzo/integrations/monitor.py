@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, kind_of
+from ..errors import ConfigError, kind_of, shown
 from ..files import as_path
 from ..formats import LOW_DTYPES, is_count, widest
 from ..kernels import local
@@ -152,7 +152,7 @@ def monitor(amp: Stepper, *, every: int = 100, to: object = None) -> Monitor:
         raise ConfigError(f"monitor was given {kind_of(amp)}; it takes what mezzo.prepare returned.")
     if not is_count(every, 1):
         raise ConfigError(
-            f"monitor was asked for every={every!r}, which reports nothing. Write a whole number of 1 or more."
+            f"monitor was asked for every={shown(every)}, which reports nothing. Write a whole number of 1 or more."
         )
     own = ExitStack()
     if to is None:  # the run of Weights & Biases, where one is on

@@ -15,6 +15,7 @@ from typing import Any, cast
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from ..errors import ScalerError, kind_of
 from ..read_only import read_only
 
 
@@ -87,4 +88,6 @@ def step_scaled(
 
 def parameters(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters of an optimizer in the order of its groups. Host only."""
+    if not hasattr(optimizer, "param_groups"):
+        raise ScalerError(f"an optimizer is wanted, and {kind_of(optimizer)} was given; give one that was made.")
     return [param for group in optimizer.param_groups for param in group["params"]]

@@ -37,7 +37,7 @@ def floor_under(scale: float, floor: float) -> float:
     """
     if not isinstance(scale, float | int):
         return floor  # whoever makes the config refuses it
-    return 0.0 if floor == _DEFAULT_FLOOR and not (scale >= floor or scale <= 0) else floor
+    return 0.0 if is_number(floor) and floor == _DEFAULT_FLOOR and not (scale >= floor or scale <= 0) else floor
 
 
 def checked(config: ScalingConfig, patience: int | None, state: LossScale) -> Saved:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from .._torch import ScalerStage, is_capturing, is_fused, new_optimizer_state, tree_map
-from ..errors import LossScaleExhausted, MasterError, PolicyError, ScalerArgumentError, ScalerError
+from ..errors import LossScaleExhausted, MasterError, PolicyError, ScalerArgumentError, ScalerError, as_flag
 from ..policy import ScalingConfig
 from . import grad_checks, messages
 from .fused import StepScaling, parameters, step_scaled
@@ -71,7 +71,8 @@ class GradScaler(TorchNames):
         patience: int | None = 25,
         dynamic: bool = True,
     ) -> None:
-        if enabled and device == "cuda" and not torch.cuda.is_available():
+        enabled = as_flag("GradScaler", "enabled", enabled, ScalerArgumentError)
+        if enabled and isinstance(device, str) and device == "cuda" and not torch.cuda.is_available():
             warnings.warn(
                 'GradScaler("cuda") found no CUDA device and is disabled: losses and gradients pass through unscaled. '
                 'Write GradScaler("cpu") to scale losses on the CPU.',
@@ -141,7 +142,7 @@ class GradScaler(TorchNames):
 
     def _multiply(self, output: object) -> object:
         if not isinstance(output, Tensor):
-            if isinstance(output, Iterable) and not isinstance(output, str | bytes):
+            if isinstance(output, Iterable) and not isinstance(output, str | bytes) and not hasattr(output, "ndim"):
                 return map(self.scale, output)
             raise ScalerError(messages.NO_LOSS.format(kind=type(output).__name__))
         if self._scale is None:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from .._torch import update_scale_
+from ..errors import PolicyError, check_given
+from ..formats import as_device, describe, is_number, number_of
 from ..kernels import move
 from ..policy import ScalingConfig
 
@@ -39,10 +41,12 @@ class LossScale:
     @classmethod
     def start(cls, config: ScalingConfig, device: torch.device | str | None = None) -> LossScale:
         """Return the first state of a run: tensors on `device`, or numbers when it is left out. Syncs: no."""
+        check_given("LossScale.start", "config", config, ScalingConfig, "a ScalingConfig", PolicyError)
         return cls(scale=config.init_scale) if device is None else cls(scale=config.init_scale).to(device)
 
     def to(self, device: torch.device | str) -> LossScale:
         """Return the state as fresh 0-d tensors on a device. Syncs: no, from numbers."""
+        device = as_device(device)
         return LossScale(
             scale=torch.full((), float(self.scale), dtype=torch.float32, device=device),
             growth_tracker=torch.full((), int(self.growth_tracker), dtype=torch.int32, device=device),
@@ -66,6 +70,7 @@ class LossScale:
 
     def multiply(self, output: Tensor) -> Tensor:
         """Return a loss times the scale, with its graph; any shape and dtype, any device. Syncs: as `move`."""
+        check_given("LossScale.multiply", "output", output, Tensor, "a tensor", PolicyError)
         return output * (move(self.scale, output.device) if isinstance(self.scale, Tensor) else self.scale)
 
     def is_exhausted(self, found_nonfinite: Found, config: ScalingConfig, patience: int | None) -> bool | Tensor:
@@ -94,6 +99,14 @@ def next_state(state: LossScale, found_nonfinite: Found, config: ScalingConfig) 
     >>> next_state(state, True, ScalingConfig())
     LossScale(scale=4.0, growth_tracker=0, skipped_in_a_row=1)
     """
+    check_given("next_state", "state", state, LossScale, "a LossScale", PolicyError)
+    check_given("next_state", "config", config, ScalingConfig, "a ScalingConfig", PolicyError)
+    found_nonfinite = found_nonfinite if isinstance(found_nonfinite, Tensor) else number_of(found_nonfinite)
+    given = {"found_nonfinite": found_nonfinite, **{f"state.{name}": getattr(state, name) for name in state.__slots__}}
+    for name, value in given.items():
+        is_one = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
+        if not (is_one or isinstance(value, float) or is_number(value)):
+            raise PolicyError(f"next_state was given {describe(value)} for {name}; give a number, or a tensor of one.")
     found, clean = found_nonfinite != 0, found_nonfinite == 0
     skipped = (state.skipped_in_a_row + 1) * found
     tracker = (state.growth_tracker + 1) * clean

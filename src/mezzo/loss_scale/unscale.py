@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .._torch import foreach_mul_, foreach_norm, foreach_unscale_, neg_view, sparse_values
-from ..errors import MasterError
-from ..formats import describe
+from ..errors import MasterError, OperandError
+from ..formats import describe, is_number, number_of
 from ..kernels import factor_for, move
 
 if TYPE_CHECKING:  # importing DTensor costs start-up time that runs without shards need not pay
@@ -49,6 +49,7 @@ def unscale_(grads: Iterable[Tensor], scale: Tensor | float) -> Tensor:
 
     Raises:
         MasterError: fp16 gradients; dividing them in fp16 would flush what scaling saved. None is changed.
+        OperandError: something else than floating tensors and the number that a scale is. None is changed.
 
     Writes: every tensor in `grads`, one pass per device and dtype.
     Syncs: no; one all-reduce per mesh for sharded gradients.
@@ -57,12 +58,17 @@ def unscale_(grads: Iterable[Tensor], scale: Tensor | float) -> Tensor:
     >>> g = [torch.tensor([2.0])]; float(unscale_(g, torch.tensor(2.0))), g[0].item()
     (0.0, 1.0)
     """
+    grads = _checked("unscale_", grads)
+    scale = scale if isinstance(scale, Tensor) else number_of(scale)
+    if (isinstance(scale, Tensor) and (scale.numel() != 1 or scale.is_complex() or scale.is_meta)) or not (
+        isinstance(scale, Tensor | float) or is_number(scale)
+    ):
+        raise OperandError(f"unscale_ was given {describe(scale)} for scale; give a number, or a tensor of one.")
     if not isinstance(scale, Tensor):
-        known = list(grads)
         if scale == 1.0:
-            return has_nonfinite(known)
-        home = real_values(known[0]).device if known else torch.device("cpu")
-        return unscale_(known, torch.full((), scale, dtype=torch.float32, device=home))
+            return has_nonfinite(grads)
+        home = real_values(grads[0]).device if grads else torch.device("cpu")
+        scale = torch.full((), scale, dtype=torch.float32, device=home)
     scale = scale.detach().to(torch.float32)
     return divide_(grads, scale.reciprocal(), is_unusable(scale))
 
@@ -89,7 +95,18 @@ def has_nonfinite(grads: Iterable[Tensor]) -> Tensor:
 
     Writes: no value; torch's kernel puts each back in its place, which version counters show. Syncs: no; one all-reduce per mesh for sharded gradients.
     """
-    return _combined(_grouped(grads), _search, None)
+    return _combined(_grouped(_checked("has_nonfinite", grads)), _search, None)
+
+
+def _checked(call: str, grads: Iterable[Tensor]) -> list[Tensor]:
+    try:
+        known = list(grads)
+    except TypeError:
+        known = [cast(Tensor, grads)]
+    for grad in known:
+        if not isinstance(grad, Tensor) or not (grad.is_floating_point() or grad.is_complex()):
+            raise OperandError(f"{call} was given {describe(grad)} for a gradient; give a list of floating tensors.")
+    return known
 
 
 def is_unusable(scale: Tensor) -> Tensor:

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from .._torch import follow_class_step
+from ..errors import as_flag
 from ..formats import LOW_DTYPES
 from ..kernels import AUX_STATE
 from ..loss_scale import parameters
-from ..policy import Policy
+from ..policy import Policy, PolicyLike, as_policy
 from .adamw import Adam, AdamW
 from .base import MasterOptimizer, hook_steps
 from .checks import check_differentiable
@@ -98,7 +99,7 @@ def stepped_optimizer(
     return next((one for one in known if wrapped_optimizer(one) is optimizer), optimizer)
 
 
-def adopt(optimizer: torch.optim.Optimizer, policy: Policy, *, is_dense: bool = True) -> torch.optim.Optimizer:
+def adopt(optimizer: torch.optim.Optimizer, policy: PolicyLike, *, is_dense: bool = True) -> torch.optim.Optimizer:
     """Return the optimizer that keeps masters as a policy says.
 
     Torch's AdamW, Adam and SGD stay the objects they are, with their groups, state, hooks and schedulers: their class
@@ -118,7 +119,7 @@ def adopt(optimizer: torch.optim.Optimizer, policy: Policy, *, is_dense: bool = 
 
     Writes: the class of the optimizer, options of its groups, the dtype of its state. Syncs: no.
     """
-    inner = local_optimizer(optimizer)
+    policy, inner = as_policy(policy), local_optimizer(optimizer)
     if inner is not optimizer and isinstance(inner, MasterOptimizer):
         kind = type(optimizer)
         optimizer.__class__ = type(kind.__name__, (kind,), {"load_state_dict": load_divided_})
@@ -133,7 +134,7 @@ def adopt(optimizer: torch.optim.Optimizer, policy: Policy, *, is_dense: bool = 
             # the outer groups' options become those of its part in each step
             _choose_master(inner, policy, *optimizer.param_groups)
         return optimizer
-    if is_dense and type(optimizer) in _ADOPTED and follow_class_step(optimizer):
+    if as_flag("adopt", "is_dense", is_dense) and type(optimizer) in _ADOPTED and follow_class_step(optimizer):
         _take_over(optimizer, policy)
         return optimizer
     return MasterWeights(optimizer, policy.master) if policy.params in LOW_DTYPES else optimizer  # type: ignore[arg-type]  # "none" goes with fp32 params

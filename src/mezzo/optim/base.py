@@ -30,7 +30,7 @@ from ..kernels import (
 )
 from ..kernels.operands import operands
 from ..loss_scale import ask_watchers, num_watchers
-from .checks import can_be_kept, check_dense, check_masters, check_options
+from .checks import can_be_kept, check_closure, check_dense, check_masters, check_options, taking_params
 from .optimizer_state import OWN_OPTIONS, KeepsMasters, mode_of, moment_dtype
 from .param_batches import Active, GroupStep, ParamBatch, aligned, batches_of
 
@@ -134,7 +134,8 @@ class MasterOptimizer(KeepsMasters):
     def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
         self._forget()
         hook_steps(type(self))
-        super().__init__(params, defaults)
+        with taking_params(self):
+            super().__init__(params, defaults)
 
     def _forget(self) -> None:
         self._plans: dict[int, KeptBatches] = {}
@@ -154,7 +155,8 @@ class MasterOptimizer(KeepsMasters):
             MasterError: 16-bit trainable parameters without a master mode that exists for them.
             ConfigError: an option that does not exist.
         """
-        super().add_param_group(param_group)
+        with taking_params(self):
+            super().add_param_group(param_group)
         try:
             check_masters(self.param_groups[-1])
         except (MasterError, ConfigError):
@@ -183,6 +185,7 @@ class MasterOptimizer(KeepsMasters):
         """
         loss = None
         if closure is not None:
+            check_closure(self, closure)
             with torch.enable_grad():
                 loss = closure()
         with torch.set_grad_enabled(False):  # a third of the calls that a decorator makes

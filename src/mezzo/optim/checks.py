@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, MasterError, did_you_mean, listed, shown
+from ..errors import ConfigError, MasterError, MezzoError, as_flag, did_you_mean, first_line, kind_of, listed, shown
 from ..formats import LARGEST, LOW_DTYPES, describe, dtype_name, is_number, is_one_of, number_of
 from ..kernels import registry
 from ..policy import Master
@@ -28,7 +29,7 @@ def check_range(name: str, value: Any, *, low: float = 0, below: float = math.in
 
 def check_betas(betas: Any) -> None:
     """Refuse what is not two decays in [0, 1): a ConfigError."""
-    if not isinstance(betas, Collection) or len(betas) != 2:
+    if not isinstance(betas, Sequence) or len(betas) != 2:
         raise ConfigError(f"betas={shown(betas)} must be two numbers in [0, 1).")
     for index, beta in enumerate(betas):
         check_range(f"betas[{index}]", beta, below=1.0)
@@ -98,12 +99,35 @@ def check_count(label: str, step: object) -> None:
 
 def check_differentiable(optimizer: torch.optim.Optimizer, differentiable: bool) -> None:
     """Refuse differentiable=True: a ConfigError."""
-    if differentiable:
+    if as_flag(type(optimizer).__name__, "differentiable", differentiable):
         name = type(optimizer).__name__
         raise ConfigError(
             f"differentiable=True was asked of mezzo.optim.{name}: rounding to 16 bit has no gradient. "
             f"Write torch.optim.{name} with fp32 parameters."
         )
+
+
+def check_closure(optimizer: torch.optim.Optimizer, closure: object) -> None:
+    """Refuse a closure that cannot be called: a ConfigError. Host only."""
+    if not (closure is None or callable(closure)):
+        name = type(optimizer).__name__
+        raise ConfigError(
+            f"{name}.step was given {kind_of(closure)} for closure; give a function that returns the loss."
+        )
+
+
+@contextmanager
+def taking_params(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Say what parameters an optimizer takes, in a ConfigError, where torch refuses some inside the block."""
+    try:
+        yield
+    except MezzoError:
+        raise
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as why:
+        raise ConfigError(
+            f"{type(optimizer).__name__} cannot take the parameters it was given: {first_line(why)}. "
+            "Give tensors that are leaves, (name, tensor) pairs, or dicts of them under 'params'."
+        ) from why
 
 
 def check_dense(optimizer: torch.optim.Optimizer, param: Tensor, grad: Tensor) -> None:

@@ -18,7 +18,7 @@ from ..kernels import AUX_STATE, ScaledGradients
 from ..loss_scale import parameters
 from ..policy import Master
 from .base import MasterOptimizer
-from .checks import check_seed
+from .checks import check_closure, check_seed, taking_params
 from .master_store import Masters, Mode
 from .optimizer_state import (
     OWN_OPTIONS,
@@ -114,7 +114,8 @@ class MasterWeights(HasMasters):
         Raises:
             MasterError: split masters for an fp16 parameter.
         """
-        self.inner.add_param_group(param_group)
+        with taking_params(self.inner):
+            self.inner.add_param_group(param_group)
         try:
             for p in self.param_groups[-1]["params"]:
                 self.masters.mode_of(p)
@@ -162,6 +163,7 @@ class MasterWeights(HasMasters):
         Writes: weights, masters, state; nothing if `found_inf` is set.
         Syncs: as the inner optimizer does; one read of `found_inf`, if that is set and the inner one is not fused.
         """
+        check_closure(self, closure)
         found = getattr(self, "found_inf", None)
         if found is not None and not is_fused(self.inner):
             if bool(found):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._torch import has_load_hooks
-from ..errors import ConfigError, OperandError
+from ..errors import ConfigError, OperandError, check_given
 from ..formats import LOW_DTYPES, describe, dtype_name
 from ..kernels import AUX_STATE, check_shape, give_master_, is_dtensor, like_dtensor, local, read_master, store_master
 from ..loss_scale import parameters
@@ -310,6 +310,7 @@ class KeepsMasters(HasMasters):
 
     def _group_of(self, param: Tensor) -> dict[str, Any]:
         """Return the group of a parameter, where it was found before if it is still there: groups are the user's to change."""
+        check_given(type(self).__name__, "param", param, Tensor, "one of its parameters")
         group, index = self._group_places.get(param, ({"params": ()}, 0))
         is_there = any(param is p for p in group["params"][index : index + 1])
         if not is_there or not any(group is one for one in self.param_groups):

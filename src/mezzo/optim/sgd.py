@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
+from ..errors import ConfigError, as_flag
+from ..formats import number_of
 from ..kernels import Backend, SGDRule, sgd
 from ..policy import Master
 from .base import MasterOptimizer, Params
@@ -73,7 +74,7 @@ class SGD(MasterOptimizer):
         check_range("momentum", momentum)
         check_range("weight_decay", weight_decay)
         check_range("dampening", dampening, low=-math.inf)
-        if nesterov and (momentum <= 0 or dampening != 0):
+        if as_flag("SGD", "nesterov", nesterov) and (momentum <= 0 or dampening != 0):
             raise ConfigError(
                 f"nesterov=True was asked with momentum={momentum}, dampening={dampening}: "
                 "it looks ahead along undamped momentum. Write momentum > 0 and dampening=0."
@@ -82,7 +83,7 @@ class SGD(MasterOptimizer):
             "lr": lr,
             "momentum": momentum,
             "dampening": dampening,
-            "weight_decay": float(weight_decay),
+            "weight_decay": float(number_of(weight_decay)),
             "nesterov": nesterov,
             "maximize": maximize,
             "master": master,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, cast
 
 import torch
 
@@ -143,22 +143,37 @@ class ModuleRule:
 
     def __post_init__(self) -> None:
         check(isinstance(self.pattern, str) and bool(self.pattern),
-              f"a module rule needs a pattern, a name glob or a class name; got {self.pattern!r}.")  # fmt: skip
+              f"a module rule needs a pattern, a name glob or a class name; got {shown(self.pattern)}.")  # fmt: skip
         check(self.pattern.isprintable(),
               f"the pattern {self.pattern!r} has a line break or another unprintable character; write '?' for it.")  # fmt: skip
         if self.precision is torch.float32:
             object.__setattr__(self, "precision", Rule.FP32)
-        text = f"module rule '{self.pattern}={self.precision}'"
-        check(
-            not isinstance(self.precision, str), f"{text}: {self.precision!r} is text; write a Rule or a torch dtype."
-        )
-        check(self.precision in (*MODULE_RULES, *LOW_DTYPES),
+        given = self.precision if isinstance(self.precision, Rule | str) else shown(self.precision)
+        text = f"module rule '{self.pattern}={given}'"
+        check(not isinstance(self.precision, str), f"{text}: '{given}' is text; write a Rule or a torch dtype.")
+        check(isinstance(self.precision, Rule | torch.dtype) and self.precision in (*MODULE_RULES, *LOW_DTYPES),
               f"{text}: a module takes one of low, fp32, fp32_low_out, fp16, bf16.")  # fmt: skip
-        check(isinstance(self.required, bool), f"required={self.required!r} must be true or false.")
+        check(isinstance(self.required, bool), f"required={shown(self.required)} must be true or false.")
 
     def matches(self, fqn: str, class_names: Iterable[str] = ()) -> bool:
         """Whether the pattern names a module, by its qualified name, "" of the root, or a class of its `__mro__`; upper and lower case differ."""
-        return any(fnmatchcase(name, self.pattern) for name in (fqn, *class_names))
+        names = class_names if isinstance(class_names, tuple) else names_of(class_names)
+        try:
+            return any(fnmatchcase(name, self.pattern) for name in (fqn, *names))
+        except TypeError:
+            check(isinstance(fqn, str), f"fqn={shown(fqn)} must be the full name of a module.")
+            names_of(names)
+            raise
+
+
+def names_of(names: str | Iterable[str]) -> tuple[str, ...]:
+    """Return one name, or several, as a tuple; a PolicyError for what is neither."""
+    try:
+        found = (names,) if isinstance(names, str) else tuple(names)
+    except TypeError:
+        found = (cast(str, names),)
+    check(all(isinstance(name, str) for name in found), f"class_name={shown(names)} must be the name of a class, or several.")  # fmt: skip
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,15 +198,16 @@ class OpRules:
         for op, rule in self.edits:
             check_op(op)
             check(
-                isinstance(rule, Rule), f"op rule '{op}={rule}': {rule!r} is not a Rule: {', '.join(map(str, Rule))}."
+                isinstance(rule, Rule),
+                f"op rule '{op}={rule if isinstance(rule, str) else shown(rule)}': {shown(rule)} is not a Rule: {', '.join(map(str, Rule))}.",
             )
 
 
 def check_op(op: str) -> None:
     """Raise a `PolicyError` that names the nearest op unless a policy may have a rule for the op."""
     own = isinstance(op, str) and "::" in op
-    check(not own, f"unknown op {op!r}: rules are for torch's ops. An op of your own is cast in every region by what "
-          f"torch.library.register_autocast({op!r}, device, dtype) says.")  # fmt: skip
+    check(not own, f"unknown op {shown(op)}: rules are for torch's ops. An op of your own is cast in every region by what "
+          f"torch.library.register_autocast({shown(op)}, device, dtype) says.")  # fmt: skip
     check_known("op", op, known_ops())
 
 
@@ -237,12 +253,12 @@ class PolicyFields:
               "wrong; write scaling=none, as bf16 needs it, or reduce=bf16.")  # fmt: skip
 
     def _check_parts(self) -> None:
-        check(isinstance(self.ops, OpRules), f"ops={self.ops!r} must be OpRules, or the name of an op table.")
+        check(isinstance(self.ops, OpRules), f"ops={shown(self.ops)} must be OpRules, or the name of an op table.")
         check(isinstance(self.modules, tuple) and all(isinstance(rule, ModuleRule) for rule in self.modules),
-              f"modules={self.modules!r} must be a tuple of ModuleRule.")  # fmt: skip
+              f"modules={shown(self.modules)} must be a tuple of ModuleRule.")  # fmt: skip
         check(self.scaling is None or isinstance(self.scaling, ScalingConfig),
-              f"scaling={self.scaling!r} must be a ScalingConfig or None.")  # fmt: skip
-        check(isinstance(self.guard, GuardConfig), f"guard={self.guard!r} must be a GuardConfig.")
+              f"scaling={shown(self.scaling)} must be a ScalingConfig or None.")  # fmt: skip
+        check(isinstance(self.guard, GuardConfig), f"guard={shown(self.guard)} must be a GuardConfig.")
 
     @property
     def op_rules(self) -> OpRules:
@@ -287,4 +303,5 @@ class PolicyFields:
 
     def module_rule(self, fqn: str, class_names: Sequence[str] = ()) -> ModuleRule | None:
         """Return the rule a module has itself: the last that `matches` it, or None."""
-        return next((rule for rule in reversed(self.modules) if rule.matches(fqn, class_names)), None)
+        classes = names_of(class_names)
+        return next((rule for rule in reversed(self.modules) if rule.matches(fqn, classes)), None)

@@ -11,10 +11,10 @@ from types import MappingProxyType
 
 import torch
 
-from ..errors import PolicyError, listed
+from ..errors import PolicyError, listed, shown
 from ..formats import as_device, dtype_name
 from .diff import PolicyDiff, diff
-from .fields import CacheName, PolicyFields
+from .fields import CacheName, PolicyFields, names_of
 from .presets import PRESET_FIELDS
 from .spelling import write_module_rule
 from .text import parse, to_html, written
@@ -115,7 +115,12 @@ class Policy(PolicyFields):
 
     def check_modules(self, modules: Iterable[tuple[str, Sequence[str]]]) -> None:
         """Refuse, by a PolicyError, a model in which a required module rule matches nothing; `modules`: name and class names of each."""
-        known = [(fqn, tuple(class_names)) for fqn, class_names in modules]
+        try:
+            known = [(names_of((fqn,))[0], names_of(class_names)) for fqn, class_names in modules]
+        except (TypeError, ValueError):
+            raise PolicyError(
+                f"check_modules was given {shown(modules)}; give (name, class names) of each module."
+            ) from None
         for rule in self.modules:
             if rule.required and not any(rule.matches(*module) for module in known):
                 text = write_module_rule(rule)

@@ -49,7 +49,7 @@ def from_document(document: Mapping[str, object]) -> PolicyFields:
     """Return the policy that a plain form describes; see `Policy.from_dict`."""
     check(isinstance(document, Mapping), f"a policy's plain form is a dict, not {type(document).__name__}.")
     for key in document:
-        check_known("key", str(key), _KEYS)
+        check_known("key", key if isinstance(key, str) else shown(key), _KEYS)
     version = document.get("version", VERSION)
     check(
         isinstance(version, int) and version == VERSION,
@@ -128,11 +128,20 @@ def save(policy: PolicyFields, path: str | os.PathLike[str], title: str) -> None
     write_text(path, text, several=True)
 
 
+_LONGEST = 2**26
+"""Characters of a file: a device has no end."""
+
+
 def load(path: str | os.PathLike[str]) -> PolicyFields:
     """Read a policy from a file; see `Policy.load`."""
     path = as_path("Policy.load", "path", path, PolicyError)
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open(encoding="utf-8") as file:
+            text = file.read(_LONGEST + 1)
+        check(len(text) <= _LONGEST, f"the policy file '{path}' has more than {_LONGEST:,} characters, and no policy has so many.")  # fmt: skip
+        document = tomllib.loads(text)
+    except PolicyError:
+        raise
     except OSError as error:
         raise PolicyError(f"cannot read the policy file '{path}': {error.strerror or error}.") from error
     except (ValueError, RecursionError) as error:  # both tomllib.TOMLDecodeError and UnicodeDecodeError

@@ -7,7 +7,7 @@ A module without a rule of its own has that of the nearest module around it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, get_args
@@ -16,7 +16,7 @@ import torch
 
 from ..errors import listed, shown
 from ..formats import as_device, dtype_name
-from .fields import CacheName, ModuleRule, OpRules, PolicyFields, check, check_known, check_op
+from .fields import CacheName, ModuleRule, OpRules, PolicyFields, check, check_known, check_op, names_of
 from .kinds import FP32_RULES, Rule
 from .spelling import spell, write_module_rule, write_op_rule
 from .table import ALIASES, OpRow, op_table
@@ -73,7 +73,7 @@ def why(
           f"why was asked about the module {shown(module)}; write its full name, or None.")  # fmt: skip
     text = written(policy)
     compute = _compute(policy, device)
-    names = _names(class_name)
+    names = names_of(class_name)
     rules = _module_rules(policy, module or "", names) if module is not None or names else []
     scope = _Scope(policy=policy, text=text, compute=compute, rules=rules)
     if op is None:
@@ -99,12 +99,6 @@ def _compute(policy: PolicyFields, device: torch.device) -> torch.dtype | None:
     if policy.compute is None and device.type == "cuda" and not torch.cuda.is_available():
         return None
     return policy.resolve(device).compute
-
-
-def _names(class_name: str | Iterable[str]) -> tuple[str, ...]:
-    names = tuple([class_name] if isinstance(class_name, str) or not isinstance(class_name, Iterable) else class_name)
-    check(all(isinstance(name, str) for name in names), f"class_name={shown(class_name)} must be the name of a class, or several.")  # fmt: skip
-    return names
 
 
 def _module_rules(policy: PolicyFields, module: str, names: tuple[str, ...]) -> list[tuple[int, ModuleRule]]:

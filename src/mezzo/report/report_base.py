@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from ..errors import as_flag
 from ..extras import check_installed, is_there
-from ..files import write_text
+from ..files import as_path, write_text
 from ..formats import dtype_name
 from . import plain_text
 from .charts import draw, draw_heat
@@ -74,7 +75,7 @@ class Report:
 
     def to_text(self, *, full: bool = True) -> str:
         """Return the report as text: all of it, or what fits one screen."""
-        return plain_text.render_text(self.document(), full=full)
+        return plain_text.render_text(self.document(), full=as_flag("to_text", "full", full))
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: the page in a frame of its own, or the text where jinja2 is not installed."""
@@ -102,6 +103,6 @@ class Report:
             OSError: the page cannot be written; the file is what it was.
         """
         check_installed("to_html", ["jinja2"])
-        path = Path(path)
+        path = as_path("to_html", "path", path)
         write_text(path, render_page(self.document()))
         return path

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from .._torch import foreach_mul_, profiler_enabled, sparse_values
 from ..errors import StepError, kind_of, listed, shown
-from ..formats import LARGEST
+from ..formats import LARGEST, number_of
 from ..kernels import factor_for, is_dtensor, local, move
 from ..loss_scale import AccumulationState, real_values
 from ..stamp import Stamp
@@ -146,7 +146,7 @@ def clamp_(grads: Iterable[Tensor], clip_value: float, scale: Tensor | None) -> 
         )
     for grad in distinct:
         values = sparse_values(grad) if grad.is_sparse else grad
-        bound = torch.full((), min(float(clip_value), LARGEST), device=grad.device)
+        bound = torch.full((), min(float(number_of(clip_value)), LARGEST), device=grad.device)
         bound = bound if scale is None else bound * move(scale, grad.device)
         values.clamp_(min=-bound, max=bound)
 

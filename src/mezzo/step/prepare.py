@@ -10,7 +10,7 @@ from inspect import signature
 from typing import cast, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -204,7 +204,7 @@ def optimizers_of(call: str, model: object, optimizer: object) -> list[Optimizer
     if optimizer is None:
         return []
     optimizers: list[Optimizer] = []
-    are_some = isinstance(optimizer, Iterable) and not isinstance(optimizer, Mapping | Tensor)
+    are_some = isinstance(optimizer, Iterable) and not isinstance(optimizer, Mapping) and not hasattr(optimizer, "ndim")
     for one in cast(Iterable[object], optimizer) if are_some else [optimizer]:
         if not isinstance(one, Optimizer):
             raise StepError(

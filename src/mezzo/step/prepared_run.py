@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..binding import BeforeForward, Binding, innermost
 from ..distributed import RankConsensus
-from ..errors import StepError, StepTypeError
+from ..errors import StepError, StepTypeError, as_flag
 from ..formats import LOW_DTYPES
 from ..policy import Policy
 from . import state_dict as checkpoint
@@ -121,6 +121,7 @@ class PreparedRun:
 
         Syncs: yes.
         """
+        has_weights = as_flag("amp.state_dict", "weights", weights, StepError)
         if half := self._engine.gradients.half_step:
             _log.warning(
                 "amp.state_dict() was called after %s: what it returns may be half of that step. Load the last checkpoint where there is one",
@@ -129,7 +130,7 @@ class PreparedRun:
         run = checkpoint.save_run(self.policy, self._engine.loss_scale, self.counters())
         if beside := checkpoint.outside(self.model, self.optimizers):
             run["outside"] = beside
-        return {**run, **checkpoint.save_weights(self.model, self.optimizers)} if weights else run
+        return {**run, **checkpoint.save_weights(self.model, self.optimizers)} if has_weights else run
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Go on from a checkpoint, bit for bit where policy and optimizers are those it was made with.
@@ -163,7 +164,7 @@ class PreparedRun:
         Syncs: no.
         """
         report = self._engine.report()
-        if strict:
+        if as_flag("amp.report", "strict", strict, StepError):
             refuse_differing(report)
         return report
 

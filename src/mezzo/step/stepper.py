@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..errors import StepAttributeError, StepError, StepTypeError, did_you_mean, kind_of, shown
+from ..errors import StepAttributeError, StepError, StepTypeError, as_flag, did_you_mean, kind_of, shown
 from ..optim import stepped_optimizer
 from .capture import CapturedStep, P, R
 from .capture_rules import refuse_in_graph
@@ -356,4 +356,4 @@ class Stepper(PreparedRun):
 
         Syncs: no.
         """
-        self._engine.drop(set_to_none)
+        self._engine.drop(as_flag("amp.zero_grad", "set_to_none", set_to_none, StepError))

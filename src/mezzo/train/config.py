@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import ConfigError, did_you_mean, first_line
+from ..errors import ConfigError, did_you_mean, first_line, kind_of, shown
 from ..files import as_path
 from ..policy import Policy, as_policy, check_kinds
 from .text_files import is_text
@@ -231,12 +232,15 @@ class TrainConfig:
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> TrainConfig:
         """Return the config that `to_dict` wrote. Raises: ConfigError: unknown field, or a value outside its range."""
-        return cls().replace(**saved)
+        _check(
+            isinstance(saved, Mapping), f"from_dict was given {kind_of(saved)}; give the dict that to_dict returned."
+        )
+        return cls().replace(**{shown(name) if not isinstance(name, str) else name: saved[name] for name in saved})
 
     @classmethod
     def load(cls, path: Path) -> TrainConfig:
         """Return the config in a JSON file. Raises: ConfigError: no such file, or no config in it."""
-        raw = b""
+        raw, path = b"", as_path("TrainConfig.load", "path", path)
         try:
             raw = path.read_bytes()
             saved = json.loads(raw.decode())

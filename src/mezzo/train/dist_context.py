@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..distributed import TIMEOUT, Group, is_running
-from ..errors import ConfigError, DistributedError, MezzoError, first_line
-from ..formats import why_not_here
+from ..errors import ConfigError, DistributedError, MezzoError, first_line, shown
+from ..formats import is_one_of, why_not_here
 
 _joined = itertools.count()
 
@@ -151,16 +151,16 @@ def join(device: str) -> Iterator[DistContext]:
 
 def choose_device(name: str) -> torch.device:
     """Return the device a name stands for; "auto" is the accelerator where there is one. Raises: ConfigError: no such device here."""
-    if name == "auto":
+    if is_one_of(name, ["auto"]):
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         return found or torch.device("cpu")
     try:
         device = torch.device(name)
         why = why_not_here(device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         why = first_line(error)
     if why:
-        raise ConfigError(f"device={name!r} cannot be used here: {why}. Write cpu or auto.")
+        raise ConfigError(f"device={shown(name)} cannot be used here: {why}. Write cpu or auto.")
     return device
 
 
@@ -219,8 +219,10 @@ def launch(command: Sequence[str], *, nproc: int, max_restarts: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    if nproc < 1 or max_restarts < 0:
-        raise ConfigError(f"--nproc {nproc} must be at least 1, and --max-restarts {max_restarts} not negative.")
+    if nproc < 1:
+        raise ConfigError(f"--nproc {nproc}: give a number of processes of at least 1, or leave it out to start none.")
+    if max_restarts < 0:
+        raise ConfigError(f"--max-restarts {max_restarts}: give 0 or more.")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise ConfigError(
             f"--nproc {nproc} was asked for inside torchrun, which has started the ranks already. Leave --nproc out."

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .. import prepare
-from ..errors import ConfigError, DataError, kind_of
+from ..errors import ConfigError, DataError, kind_of, shown
 from ..files import as_path
 from ..formats import is_count
 from ..policy import as_policy
@@ -51,7 +51,7 @@ class Predictor:
         as_path("Predictor", "model", model)
         if not is_count(max_length):
             raise ConfigError(
-                f"max_length={max_length!r} must be a whole number of 0 or more; 0 is what the model was trained with."
+                f"max_length={shown(max_length)} must be a whole number of 0 or more; 0 is what the model was trained with."
             )
         self._device = choose_device(device)
         self._tokenizer = load_tokenizer(model)
