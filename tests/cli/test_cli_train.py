@@ -74,7 +74,7 @@ def test_it_trains_and_reports(data: Path, tmp_path: Path, capsys: pytest.Captur
         (["--batch-size", "0"], "batch_size=0 must be at least 1"),
         (["--label-column", "emotion"], "has no column 'emotion'"),
         (["--device", "gpu"], "device='gpu' cannot be used here"),
-        (["--nproc", "-1"], "--nproc -1 must be at least 1"),
+        (["--nproc", "-1"], "--nproc -1: give a number of processes of at least 1, or leave it out to start none."),
         (
             ["--seed", "99999999999999999999999"],
             "seed=99999999999999999999999 must be a whole number of at most 64 bits",

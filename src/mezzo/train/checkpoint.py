@@ -120,6 +120,10 @@ def check_same_run(state: dict[str, Any], config: TrainConfig, labels: tuple[str
             f"the checkpoint was trained for the labels {', '.join(theirs)}, and the data has {', '.join(labels)}. "
             f"Start a run in another --out; --model {config.out / 'best'} takes over its encoder."
         )
+    if not isinstance(state["config"], dict):
+        raise CheckpointError(
+            "the checkpoint holds no configuration of a run. Take an older one, or start in another --out."
+        )
     changed = TrainConfig.from_dict(state["config"]).differences(config)
     if changed:
         words = ", ".join(f"{name}={now} (was {was})" for name, (was, now) in changed.items())
