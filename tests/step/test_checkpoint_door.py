@@ -162,6 +162,9 @@ def test_weights_beyond_fp16_are_refused_before_they_are_loaded_into_the_model()
     saved = {**amp.export_weights(), "inner.weight": torch.full_like(amp.export_weights()["inner.weight"], -1e5)}
     with pytest.raises(CheckpointError, match=r"inner\.weight \(100000\) would be inf there\. Load them before"):
         amp.model.load_state_dict(saved)
+    part = amp.model.get_submodule("inner")
+    with pytest.raises(CheckpointError, match=r"and weight \(100000\) would be inf there\. Load them before"):
+        part.load_state_dict({name: saved[f"inner.{name}"] for name in part.state_dict()})
     assert_same(everything(amp), before)
 
 
@@ -178,6 +181,20 @@ def test_weights_loaded_into_the_model_are_the_masters(policy: str) -> None:
     wrapper.load_state_dict({f"module.{name}": value for name, value in again.items()}, strict=False)
     exported = amp.export_weights()
     assert all(torch.equal(exported[name], value) for name, value in again.items())
+
+
+@pytest.mark.parametrize("policy", ["bf16-master", "fp16-master, scaling.init_scale=16"])
+def test_weights_loaded_into_a_part_of_the_model_are_its_masters(policy: str) -> None:
+    """model.encoder.load_state_dict(pretrained), also after a load that failed."""
+    amp = make(policy)
+    before = amp.export_weights()
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        amp.model.load_state_dict({"inner.weight": torch.ones(1, 1)}, strict=False)
+    part = amp.model.get_submodule("inner")
+    best = {name: torch.randn_like(p, dtype=torch.float32) for name, p in part.named_parameters()}
+    part.load_state_dict(best)
+    after = {f"inner.{name}": value for name, value in best.items()}
+    assert_same(amp.export_weights(), {**before, **after})
 
 
 @pytest.mark.parametrize(

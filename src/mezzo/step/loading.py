@@ -28,7 +28,7 @@ _log = logging.getLogger("mezzo.step")
 
 
 class MastersFollow:
-    """Hooks around a model's `load_state_dict`, also where it is called on a module around the model, by which masters follow.
+    """Hooks around `load_state_dict` of a model, of a module around it and of its parts, by which masters follow.
 
     Masters that were loaded first, with an optimizer's state, stay where they round to the 16-bit weights loaded after it. Loads, of optimizers too,
     are noted in `news`.
@@ -36,16 +36,19 @@ class MastersFollow:
 
     def __init__(self, model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:
         self._optimizers, self.news = optimizers, News()
-        self._loaded: dict[str, Any] = {}
+        self._loaded: tuple[nn.Module | None, dict[str, Any]] = None, {}
+        self._root = weakref.ref(model)
         self._restored: dict[Tensor, int] = {}
         self._is_off = False
-        before = model.register_load_state_dict_pre_hook(_Inert(self._before))  # type: ignore[no-untyped-call]  # torch's own
-        after = model.register_load_state_dict_post_hook(_Inert(self._after))  # type: ignore[no-untyped-call]  # torch's own
+        hooks = []
+        for part in model.modules():
+            hooks.append(part.register_load_state_dict_pre_hook(_Inert(self._before)))  # type: ignore[no-untyped-call]  # torch's own
+            hooks.append(part.register_load_state_dict_post_hook(_Inert(self._after)))  # type: ignore[no-untyped-call]  # torch's own
         own = [one for one in map(local_optimizer, optimizers) if keeps_masters(one)]
         notes = [_Inert(partial(_note, weakref.ref(one), self._restored)) for one in own]
         restored = [one.register_load_state_dict_post_hook(note) for one, note in zip(own, notes, strict=True)]
         noted = [one.register_load_state_dict_post_hook(_Inert(self.news.note_load)) for one in optimizers]
-        self._handles: tuple[RemovableHandle, ...] = before, after, *restored, *noted
+        self._handles: tuple[RemovableHandle, ...] = *hooks, *restored, *noted
 
     def remove(self) -> None:
         """Take the hooks off again."""
@@ -63,9 +66,12 @@ class MastersFollow:
             self._restored.clear()
 
     def _before(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: object) -> None:
+        if prefix and module is not self._root():  # a part of what is being loaded
+            return
         own = dict(module.named_parameters())
-        self._loaded = {name: state[prefix + name] for name in own if prefix + name in state}
-        low = [(n, v) for n, v in self._loaded.items() if own[n].dtype is torch.float16 and isinstance(v, Tensor)]
+        loaded = {name: state[prefix + name] for name in own if prefix + name in state}
+        self._loaded = module, loaded
+        low = [(n, v) for n, v in loaded.items() if own[n].dtype is torch.float16 and isinstance(v, Tensor)]
         if over := overflowing(torch.float16, low):
             raise CheckpointError(
                 f"this model stores weights in fp16, whose largest number is 65504, and {listed(over)} would be inf there. "
@@ -76,7 +82,10 @@ class MastersFollow:
 
     @torch.no_grad()
     def _after(self, module: nn.Module, _: object) -> None:
-        loaded, self._loaded = self._loaded, {}
+        whole, loaded = self._loaded
+        if module is not whole:
+            return
+        self._loaded = None, {}
         self.news.note_load()
         restored = {*self._restored}
         self._restored.clear()
