@@ -64,6 +64,34 @@ def test_inputs_of_fp64_are_to_be_cast_by_hand(policy: str) -> None:
     assert model(x.float()).dtype is torch.float32
 
 
+@pytest.mark.parametrize("low", [torch.float16, BF16])
+@pytest.mark.parametrize(
+    "layer", [nn.Linear(4, 4), nn.Conv1d(2, 2, 1), nn.Bilinear(4, 4, 4), nn.MultiheadAttention(4, 2)]
+)
+def test_16_bit_inputs_where_nothing_casts_are_to_be_cast_by_hand(layer: nn.Module, low: torch.dtype) -> None:
+    """No rule of an op acts under fp32."""
+    model = copy.deepcopy(layer)
+    mezzo.prepare(model, torch.optim.AdamW(model.parameters()), "fp32")
+    x = [torch.randn(2, 4)] * {nn.Bilinear: 2, nn.MultiheadAttention: 3}.get(type(layer), 1)
+    with pytest.raises(CastError, match=r"Cast its inputs to one dtype, x\.to\(other\.dtype\)\.$"):
+        model(*[t.to(low) for t in x])
+    model(*x)
+
+
+def test_a_layer_where_the_model_switched_casts_off_is_not_told_of_a_missing_kernel() -> None:
+    class Off(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", enabled=False):
+                return super().forward(x)
+
+    model = nn.Sequential(nn.Linear(4, 4), Off(4, 4))
+    with (
+        pytest.raises(CastError, match=r"A region casts linear always, so none was on .*x\.to\(weight\.dtype\)"),
+        autocast("cpu", dtype=BF16),
+    ):
+        model(torch.randn(2, 4))
+
+
 def test_fp64_that_a_kernel_would_have_taken_is_no_matter_of_fp64() -> None:
     text = "Expected both inputs to be Half, Float or Double tensors but got BFloat16 and BFloat16"
     assert "op:complex=fp32" in str(mismatch_message(RuntimeError(text), "complex", None, ()))

@@ -32,7 +32,7 @@ _MISMATCH = re.compile(
 )
 _NO_KERNEL = re.compile(
     r"not implemented for '(Half|BFloat16)'|Low precision dtypes not supported|Unsupported dtype (Half|BFloat16)"
-    r"|could not create a primitive|but got (Half|BFloat16)\b|tensor with .* dimensions of float"
+    r"|could not create a primitive|(?<!same dtype, )but got (Half|BFloat16)\b|tensor with .* dimensions of float"
 )
 _TOO_LARGE = re.compile(r"cannot be converted to type .*(Half|BFloat16).* without overflow")
 _SIMPLEX = re.compile(
@@ -87,7 +87,7 @@ def _is_rounded_too_far(error: BaseException) -> bool:
     return isinstance(error, ValueError) and _SIMPLEX.search(str(error)) is not None
 
 
-def _fix(error: RuntimeError, op: str | None, values: Iterable[object]) -> str:
+def _fix(error: RuntimeError, op: str | None, values: Iterable[object], *, casts: bool = True) -> str:
     said = str(error)
     if "all inputs must share" in said:  # and which dtypes came is not said
         said += f"; got {', '.join(str(t.dtype) for t in _flat(values))}".replace("torch.float64", "Double")
@@ -97,7 +97,7 @@ def _fix(error: RuntimeError, op: str | None, values: Iterable[object]) -> str:
     if op is not None and (op.endswith("_") or op == "__setitem__"):
         return "An op in place keeps the dtype of what it writes into: cast what is written, source.to(target.dtype)."
     is_missing = _NO_KERNEL.search(said) is not None
-    if op not in known_ops():
+    if op not in known_ops() or not casts:
         return f"Cast its inputs{' to fp32, x.float()' if is_missing else ' to one dtype, x.to(other.dtype)'}."
     if is_missing:
         return f"Write op:{op}=fp32 in the policy: it has no 16-bit kernel here."
@@ -186,10 +186,11 @@ def mismatch_message(error: RuntimeError, op: str, row: OpRow | None, values: It
     return f"{op} got {got}{where}; {rule}. torch says: {first_line(error)}.\n  {_fix(error, op, values)}"
 
 
-def traceback_message(error: BaseException, traceback: TracebackType | None) -> str | None:
+def traceback_message(error: BaseException, traceback: TracebackType | None, *, casts: bool) -> str | None:
     """Return the sentence for a mismatch that torch's own engine raised inside a region, None for other errors. Syncs: no.
 
-    Op, module and arguments are read from the frames of the traceback: nothing was recorded while the region ran.
+    Op, module and arguments are read from the frames of the traceback: nothing was recorded while the region ran. Where it `casts` nothing, no
+    rule of an op would help.
     """
     if traceback is None or not (is_mismatch(error) or _is_rounded_too_far(error)):
         return None
@@ -200,7 +201,7 @@ def traceback_message(error: BaseException, traceback: TracebackType | None) -> 
         calling = _calling(frames)
         ops = [_op_at(frame, instruction) for frame, _, instruction in frames[len(calling) - 1 :]]
         op = next((op for op in ops[::-1] if op in known_ops()), ops[0])
-        return _sentence(error, calling, where, _fix(error, op, calling[-1][0].f_locals.values()))
+        return _sentence(error, calling, where, _fix(error, op, calling[-1][0].f_locals.values(), casts=casts))
     inside = next((i for i, (f, _, _) in enumerate(frames) if _DISTRIBUTIONS in f.f_code.co_filename), None)
     return _sentence(error, _calling(frames[:inside]), where, _IN_FP32)
 

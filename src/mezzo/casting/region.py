@@ -202,7 +202,7 @@ class autocast(UnmanagedAutocast):  # the name torch gives it
                 "Use `with` for each, and no `await` or `yield` inside a region."
             )
         if error is not None and not isinstance(error, CastError):
-            message = traceback_message(error, traceback)
+            message = traceback_message(error, traceback, casts=self._enabled)
             if message is not None:
                 raise CastError(message) from error
 

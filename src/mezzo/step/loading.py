@@ -40,15 +40,13 @@ class MastersFollow:
         self._root = weakref.ref(model)
         self._restored: dict[Tensor, int] = {}
         self._is_off = False
-        hooks = []
-        for part in model.modules():
-            hooks.append(part.register_load_state_dict_pre_hook(_Inert(self._before)))  # type: ignore[no-untyped-call]  # torch's own
-            hooks.append(part.register_load_state_dict_post_hook(_Inert(self._after)))  # type: ignore[no-untyped-call]  # torch's own
+        before = [part.register_load_state_dict_pre_hook(_Inert(self._before)) for part in model.modules()]  # type: ignore[no-untyped-call]
+        after = [part.register_load_state_dict_post_hook(_Inert(self._after)) for part in model.modules()]  # type: ignore[no-untyped-call]
         own = [one for one in map(local_optimizer, optimizers) if keeps_masters(one)]
         notes = [_Inert(partial(_note, weakref.ref(one), self._restored)) for one in own]
         restored = [one.register_load_state_dict_post_hook(note) for one, note in zip(own, notes, strict=True)]
         noted = [one.register_load_state_dict_post_hook(_Inert(self.news.note_load)) for one in optimizers]
-        self._handles: tuple[RemovableHandle, ...] = *hooks, *restored, *noted
+        self._handles: tuple[RemovableHandle, ...] = *before, *after, *restored, *noted
 
     def remove(self) -> None:
         """Take the hooks off again."""
