@@ -25,7 +25,7 @@ from ..optim import (
     parameters,
     wrapped_optimizer,
 )  # fmt: skip
-from ..policy import FP32_RULES, ModuleRule, Policy, Rule, is_matmul_like, write_module_rule
+from ..policy import FP32_RULES, ModuleRule, Policy, Rule, is_matmul_like, names_around, write_module_rule
 from ..random_state import kept
 from .forward import record
 
@@ -33,7 +33,7 @@ from .forward import record
 def check_floats(model: nn.Module, policy: Policy) -> None:
     """Refuse, by a PolicyError, a model whose weights no region would cast, or that has no weights yet.
 
-    Low ops were asked for and weights are fp64, which regions leave alone; or lazy modules have not run; or the model lies on the meta device.
+    Low ops were asked for and weights are fp64, which regions leave alone, with no rule that keeps them out of 16 bit; or lazy modules have not run; or the model lies on the meta device.
     """
     params = list(model.parameters())
     if params and params[0].is_meta:
@@ -47,13 +47,23 @@ def check_floats(model: nn.Module, policy: Policy) -> None:
             f"{len(lazy)} parameters and buffers of lazy modules have no shape yet ({listed(lazy)}), so a policy cannot "
             "decide about them. Run one forward, as in model(batch), before mezzo.prepare."
         )
-    wide = [name for name, p in model.named_parameters() if p.dtype is torch.float64]
-    if policy.is_low and wide:
+    doubles = [name for name, p in model.named_parameters() if policy.is_low and p.dtype is torch.float64]
+    if wide := [name for name in doubles if _precision_at(model, policy, name) not in FP32_RULES]:
+        part = wide[0].rpartition(".")[0]
+        rule = (
+            f", or {write_module_rule(ModuleRule(pattern=part, precision=Rule.FP32))!r} for a part that is to stay fp64"
+        )
         raise PolicyError(
             f"{len(wide)} of {len(params)} parameters are fp64 ({listed(wide)}), which is never cast, so their ops would "
             f"not run in {dtype_name(policy.compute) if policy.compute else '16 bit'}. "
-            "Write model.float() before prepare, or policy='fp32'."
+            f"Write model.float() before prepare, or policy='fp32'{rule if part else ''}."
         )
+
+
+def _precision_at(model: nn.Module, policy: Policy, name: str) -> Rule | torch.dtype | None:
+    """What the rule says that is nearest around a parameter, as modules are bound by it."""
+    rules = (policy.module_rule(around, class_names(model.get_submodule(around))) for around in names_around(name))
+    return next((rule.precision for rule in rules if rule is not None), None)
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], policy: Policy, names: Mapping[Tensor, str]) -> None:

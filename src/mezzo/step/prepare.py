@@ -141,7 +141,7 @@ def prepare(
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     resolved = with_missing_kernels(as_policy(policy).resolve(device), inner, device.type)
     check_demotion(resolved, None)
-    check_floats(model, resolved)
+    check_floats(inner, resolved)
     refuse_repeated(model, given)
     _check_shared(given, skip)
     was = original(inner, given)
