@@ -169,6 +169,23 @@ class TestPreparedTwice:
         amp.backward(mse(model(x), y))
         assert amp.step()
 
+    def test_two_models_that_share_a_part_are_told_to_be_prepared_as_one(self) -> None:
+        """An actor and its critic, each with an optimizer of its own; what is said is followed."""
+        body = nn.Linear(4, 4)
+        actor, critic = nn.Sequential(body, nn.Linear(4, 2)), nn.Sequential(body, nn.Linear(4, 1))
+        of_actor = torch.optim.SGD(actor.parameters(), lr=0.1)
+        of_critic = torch.optim.SGD(critic[1].parameters(), lr=0.1)
+        amp = mezzo.prepare(actor, of_actor, "bf16")
+        words = r"0 is prepared already.* For two models that share parts write mezzo\.prepare\(nn\.ModuleList\(\[a, b\]\), \[optimizer_a, optimizer_b\], policy\)"
+        with pytest.raises(StepError, match=words):
+            mezzo.prepare(critic, of_critic, "bf16")
+        amp.release()
+        both = mezzo.prepare(nn.ModuleList([actor, critic]), [of_actor, of_critic], "bf16")
+        for model, optimizer in ((actor, of_actor), (critic, of_critic)):
+            optimizer.zero_grad()
+            both.backward(model(torch.randn(3, 4)).square().mean())
+            assert both.step(optimizer=optimizer)
+
     def test_once_the_stepper_is_gone_it_may_be_prepared_again(self) -> None:
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

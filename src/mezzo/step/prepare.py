@@ -246,7 +246,8 @@ def _refuse_prepared(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     if found:
         raise StepError(
             f"{' and '.join(found)} {'are' if len(found) > 1 else 'is'} prepared already, and a second stepper would take "
-            "steps behind the first one's back. Go on with the stepper that there is, or call amp.release() on it first."
+            "steps behind the first one's back. Go on with the stepper that there is, or call amp.release() on it first. For two models that "
+            "share parts write mezzo.prepare(nn.ModuleList([a, b]), [optimizer_a, optimizer_b], policy), and amp.step(optimizer=optimizer_a)."
         )
 
 
