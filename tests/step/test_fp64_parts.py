@@ -1,0 +1,58 @@
+"""Weights in fp64 beside a policy of 16 bit: refused, but for a part that a rule keeps out of it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tests.step.step_models import Net, prepared
+from torch import nn
+
+import mezzo
+from mezzo.errors import PolicyError
+
+
+def test_fp64_weights_would_not_be_cast() -> None:
+    """S19."""
+    with pytest.raises(PolicyError, match="6 of 8 parameters are fp64"):
+        prepared("bf16", model=Net().double())
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16-master", "fp16", "fp16-master, scaling.init_scale=256"])
+def test_a_part_in_fp64_stays_so_under_the_rule_that_the_refusal_says(policy: str) -> None:
+    """As under torch.autocast, which leaves it alone; a rule inside of it that asks for 16 bit is refused as before."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.low = nn.Linear(4, 4)
+            self.wide = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 1)).double()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.wide(self.low(x).double())
+            return out
+
+    model, x = Wide(), torch.randn(8, 4)
+    plain = copy.deepcopy(model)
+    ours, torchs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain))
+    with pytest.raises(
+        PolicyError, match=r"4 of 8 parameters are fp64 .* or 'wide\.0=fp32' for a part that is to stay fp64"
+    ):
+        mezzo.prepare(model, ours, policy)
+    with pytest.raises(PolicyError, match=r"2 of 8 parameters are fp64 \(wide\.2\.weight, wide\.2\.bias\)"):
+        mezzo.prepare(model, ours, f"{policy}, module:wide=fp32, module:wide.2=bf16")
+    amp = mezzo.prepare(model, ours, f"{policy}, module:wide=fp32")
+    for _ in range(3):
+        amp.zero_grad()
+        amp.backward(model(x).square().mean())
+        assert amp.step(max_norm=1.0)
+        torchs.zero_grad()
+        with torch.autocast("cpu", dtype=amp.policy.compute):
+            plain(x).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        torchs.step()
+    amp.report(strict=True)
+    assert all(p.dtype is torch.float64 for p in model.wide.parameters())
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.double(), q.double(), rtol=2**-7, atol=2**-9, msg=name)
