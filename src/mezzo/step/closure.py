@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..errors import StepError, shown
+from ..errors import StepError
 from ..formats import describe
 from ..loss_scale import StepScaling, parameters
 from .engine import Engine
