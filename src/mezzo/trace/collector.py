@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._torch import OpOverload, autograd_node, tree_leaves
 from .context import OpMode, TraceContext
-from .evidence import Detached, HostReads, asks_of_gradients, is_arithmetic, is_bad_anyway, leads_somewhere, matters
+from .evidence import Detached, HostReads, is_arithmetic, is_bad_anyway, is_metric, matters
 from .exponents import LineWatch
 from .frames import Owner, caller, is_called_from, sample_line
 from .lint_rules import LintWatch
@@ -159,9 +159,11 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             return
         if tensor.is_floating_point():
             self._told |= read.causes
-        is_raised = site.phase == "backward" and asks_of_gradients() and tensor.dtype is torch.bool
-        leads = any(leads_somewhere(self.events[i], read) for i in read.causes)
-        if not (bool(tensor) if is_raised else leads):
+        # torch's anomaly mode asks every gradient for NaN, and raises where it finds one
+        asks_all = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+        is_raised = site.phase == "backward" and asks_all and tensor.dtype is torch.bool
+        is_of_training = read.tracked or not all(is_metric(self.events[i]) for i in read.causes)
+        if not (bool(tensor) if is_raised else is_of_training):
             return
         where = f"at {site.frame}" if site.frame else "by the host"
         sink = self._sink("read", where, read.causes, is_loss=read.is_scalar and read.tracked)

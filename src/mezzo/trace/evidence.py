@@ -30,11 +30,6 @@ _RANGES = frozenset({"arange", "linspace", "logspace", "range"})
 _METRICS = frozenset({"div", "mean", "std", "var", "reciprocal", "corrcoef", "floor_divide"})
 
 
-def asks_of_gradients() -> bool:
-    """Say whether torch's anomaly mode asks every gradient for NaN, and raises where it finds one. Host only."""
-    return torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
-
-
 @dataclass(frozen=True, slots=True)
 class Read:
     """A question about a non-finite tensor whose answer lies in another one.
@@ -48,11 +43,6 @@ class Read:
     causes: frozenset[int]
     is_scalar: bool
     tracked: bool
-
-
-def leads_somewhere(event: Event, read: Read) -> bool:
-    """Say whether a value that is read belongs to the training, and not to a statistic such as 0/0 found."""
-    return read.tracked or not is_metric(event)
 
 
 def is_metric(event: Event) -> bool:
@@ -97,7 +87,7 @@ class HostReads:
         given = [t for t in tree_leaves(call.given) if _is_strided(t)]
         found = [r for t in given if (r := self._answers.get(t)) is not None]
         if call.facts.name in _COMPARES or call.facts.name in FACTORS:
-            found += self._reads(t for t in given)
+            found += self._reads(given)
         for tensor in tree_leaves(out):
             if not _is_strided(tensor) or (call.facts.name in FACTORS and tensor.is_floating_point()):
                 continue

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -87,17 +87,6 @@ def rms(tensor: Tensor, *, is_finite: bool = False) -> float:
     return length(values) / math.sqrt(tensor.numel())
 
 
-@contextmanager
-def _aside(draws: bool) -> Iterator[None]:
-    """Run without autograd and autocast; give random state back to the program."""
-    with torch.no_grad(), without_autocast():
-        if not draws:
-            yield
-            return
-        with random_state.kept():
-            yield
-
-
 def rerun(call: Call, given: Given | None = None) -> list[Tensor]:
     """Run an op again, on copies of what it writes, with the values it was given or with others in their place.
 
@@ -116,7 +105,7 @@ def rerun(call: Call, given: Given | None = None) -> list[Tensor]:
         tree_map(_clone, a) if name in facts.writes else a for name, a in zip(facts.arguments, args, strict=False)
     )
     kwargs = {name: tree_map(_clone, a) if name in facts.writes else a for name, a in kwargs.items()}
-    with _aside(facts.draws):
+    with torch.no_grad(), without_autocast(), random_state.kept() if facts.draws else nullcontext():
         out = call.func(*args, **kwargs)
     found = results(facts, args, kwargs, out)
     return [torch.full_like(t, math.nan) for t in found] if facts.name in FACTORS and bool(out[-1].any()) else found
