@@ -1,5 +1,6 @@
 """A step's decision on CUDA: one launch, and one for the loss scale; the folder and `next_state` define them."""
 
+import functools
 from typing import Any, Protocol
 
 import triton
@@ -22,39 +23,35 @@ def flag_at(p_flag):
 def decide_kernel(
     p_vector,
     NUM: tl.constexpr, TOGETHER: tl.constexpr, CLIPS: tl.constexpr, SKIPPED: tl.constexpr, EARLY: tl.constexpr,
-    ELSEWHERE: tl.constexpr, OWN: tl.constexpr, LOSS: tl.constexpr, BUFFERS: tl.constexpr, SCALE: tl.constexpr,
-    NORM: tl.constexpr, MAX_NORM: tl.constexpr, NORMS: tl.constexpr, COEFS: tl.constexpr, DIVISORS: tl.constexpr,
+    ELSEWHERE: tl.constexpr, OPTIMIZERS: tl.constexpr, LOSS_BAD: tl.constexpr, BUFFERS_BAD: tl.constexpr, SCALE: tl.constexpr,
+    GRAD_NORM: tl.constexpr, MAX_NORM: tl.constexpr, NORMS: tl.constexpr, CLIP_COEFS: tl.constexpr, DIVISORS: tl.constexpr,
     EPS: tl.constexpr,
 ):  # fmt: skip
     """Decide for each optimizer. One program; fp32, each operation rounded as torch rounds it."""
-    early, loss, buffers = flag_at(p_vector + EARLY), flag_at(p_vector + LOSS), flag_at(p_vector + BUFFERS)
+    early, loss, buffers = flag_at(p_vector + EARLY), flag_at(p_vector + LOSS_BAD), flag_at(p_vector + BUFFERS_BAD)
     gradients = tl.maximum(early, flag_at(p_vector + ELSEWHERE))
     for i in tl.static_range(NUM):
-        gradients = tl.maximum(gradients, flag_at(p_vector + OWN + i))
+        gradients = tl.maximum(gradients, flag_at(p_vector + OPTIMIZERS + i))
     tl.store(p_vector, gradients)
     everybody = tl.maximum(early, tl.maximum(buffers, tl.where(gradients != 0, 0.0, loss)))
     for i in tl.static_range(NUM):
         if TOGETHER:
             tl.store(p_vector + SKIPPED + i, tl.maximum(gradients, tl.maximum(loss, buffers)))
         else:
-            tl.store(p_vector + SKIPPED + i, tl.maximum(everybody, tl.load(p_vector + OWN + i)))
+            tl.store(p_vector + SKIPPED + i, tl.maximum(everybody, tl.load(p_vector + OPTIMIZERS + i)))
         if CLIPS:
-            norm = tl.load(p_vector + (NORM if TOGETHER else NORMS + i))
+            norm = tl.load(p_vector + (GRAD_NORM if TOGETHER else NORMS + i))
             coef = tl.div_rn(1.0, norm + EPS) * tl.load(p_vector + MAX_NORM)
             coef = tl.where(coef > 1.0, 1.0, coef)
-            tl.store(p_vector + COEFS + i, coef)
+            tl.store(p_vector + CLIP_COEFS + i, coef)
             tl.store(p_vector + DIVISORS + i, tl.div_rn(tl.load(p_vector + SCALE), coef))
 
 
+@functools.cache
 def constants(num: int) -> dict[str, float]:
     """Return what the kernel knows of a vector when it is compiled: where each number stands, for a number of optimizers."""
-    at = decision_slots(num)
-    names = {
-        "SKIPPED": "skipped", "EARLY": "early", "ELSEWHERE": "elsewhere", "OWN": "optimizers", "LOSS": "loss_bad",
-        "BUFFERS": "buffers_bad", "SCALE": "scale", "NORM": "grad_norm", "MAX_NORM": "max_norm", "NORMS": "norms",
-        "COEFS": "clip_coefs", "DIVISORS": "divisors",
-    }  # fmt: skip
-    return {"NUM": num, "EPS": CLIP_EPS, **{constant: at[name].start for constant, name in names.items()}}
+    begins = {name.upper(): slot.start for name, slot in decision_slots(num).items()}
+    return {"NUM": num, "EPS": CLIP_EPS, **{name: begins[name] for name in decide_kernel.arg_names if name in begins}}
 
 
 def decide_(vector: Tensor, num: int, *, together: bool, clips: bool) -> None:
