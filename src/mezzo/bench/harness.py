@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from importlib import util
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,6 @@ from .workload import PEAK_RATES, WORKLOADS, Plan, Point, Workload
 
 Progress = Callable[[str, int, int], None]
 """Told what is timed next, how many samples there are and how many there will be."""
-
-
 KEEP_BY_ENVIRONMENT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "4294967296"}
 """How glibc keeps freed memory for programs that do not call `mezzo.keep_memory()`."""
 
@@ -40,14 +39,11 @@ def environment_of(variant: str, source: Path | None = None) -> dict[str, str]:
 
 
 def schedule(points: Sequence[str], variants: Sequence[str], rounds: int) -> Iterator[tuple[str, int, str]]:
-    """Yield (point, round, variant) in the order of timing: A B C, A B C, ... at each point in turn.
+    """Return (point, round, variant) in the order of timing: A B C, A B C, ... at each point in turn.
 
     Interleaving lets a machine that grows slower or faster meanwhile do so for every variant alike.
     """
-    for point in points:
-        for number in range(rounds):
-            for variant in variants:
-                yield point, number, variant
+    return product(points, range(rounds), variants)
 
 
 class Worker(contextlib.AbstractContextManager["Worker"]):

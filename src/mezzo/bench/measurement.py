@@ -113,14 +113,11 @@ class Result:
 
     def share_of_roofline(self, measurement: Measurement) -> float | None:
         """Return the roofline over the median time: 1 is as fast as the machine can be; None where no roofline is stated."""
-        phases = self.rooflines[measurement.point].phases.get(measurement.number_format)
+        number_format = measurement.number_format
+        phases = self.rooflines[measurement.point].phases.get(number_format)
         if not phases:
             return None
-        return (
-            measurement.units
-            * roofline_seconds(phases, self.peak_rates, measurement.number_format)
-            / measurement.median
-        )
+        return measurement.units * roofline_seconds(phases, self.peak_rates, number_format) / measurement.median
 
     def to_json(self) -> str:
         """Return the result as JSON text."""

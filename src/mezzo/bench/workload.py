@@ -41,8 +41,6 @@ REGION_TESTS = ("tests/casting/test_region.py", "tests/casting/test_cast_cache.p
 """What must be green before a region is timed."""
 TRAINING_TESTS = (*REGION_TESTS, "tests/loss_scale/test_scaler.py", "tests/step/test_stepper.py")
 """What must be green before a training step is timed."""
-
-
 PEAK_RATES = "peak_rates"
 """Stands where a variant stands, for the process that measures the machine instead."""
 
@@ -146,9 +144,8 @@ class Workload(abc.ABC):
     @classmethod
     def default_variants(cls, device: torch.device) -> tuple[str, ...]:
         """Return the names of the variants measured when none are named."""
-        return those_that_run(
-            (*cls.variants, *cls.variants_kept, *(f"{name}+keep" for name in cls.variants_kept)), device
-        )
+        kept = (f"{name}+keep" for name in cls.variants_kept)
+        return those_that_run((*cls.variants, *cls.variants_kept, *kept), device)
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, object]) -> Workload:
@@ -185,9 +182,8 @@ class Workload(abc.ABC):
         """Whether every variant may stay in the memory of a device while another is timed. Host only."""
         return True
 
-    def load(self) -> None:
-        """Read the data that every variant shares, before the memory of a variant is watched; most have none."""
-        return
+    def load(self) -> None:  # noqa: B027  # most have none
+        """Read the data that every variant shares, before the memory of a variant is watched."""
 
     @abc.abstractmethod
     def build(self, variant: Variant, setting: Setting) -> Session:

@@ -87,15 +87,9 @@ class Step(Workload):
 
     def points(self) -> tuple[Point, ...]:
         """Return one point for each number of parameters."""
+        steps = {n: min(self.steps, max(2, FEW_STEPS // n)) for n in self.parameters}
         return tuple(
-            self.at(
-                f"{n:.0e} parameters",
-                "parameters",
-                n,
-                parameters=(n,),
-                steps=min(self.steps, max(2, FEW_STEPS // n)),
-            )
-            for n in self.parameters
+            self.at(f"{n:.0e} parameters", "parameters", n, parameters=(n,), steps=steps[n]) for n in self.parameters
         )
 
     def is_resident(self, device: torch.device) -> bool:
