@@ -113,11 +113,10 @@ def _gradient_errors(each: list[tuple[str, Tally]], every: Tally) -> tuple[Gradi
 
 def _flaw(mode: ComparingMode, gradients: list[tuple[str, Tensor]], loss: Tensor, tally: Tally) -> str:
     """Say why a step tells nothing of its agreement with fp32; empty if it does. Syncs: yes."""
-    named = [("loss", loss), *((f"gradient of {name}", gradient) for name, gradient in gradients)]
-    wide = [(name, t if (full := mode.fp32.full(t)) is None else full) for name, t in named]
-    bad = [name for name, t in wide if not t.isfinite().all()]
-    if bad:
-        return f"the {bad[0]} is not finite in fp32 either"
+    for name, t in [("loss", loss), *((f"gradient of {name}", gradient) for name, gradient in gradients)]:
+        full = mode.fp32.full(t)
+        if not (t if full is None else full).isfinite().all():
+            return f"the {name} is not finite in fp32 either"
     kind = "gradient" if gradients else "output"
     return "" if tally.signal[2] or tally.noise[2] else f"every {kind} is 0 in fp32 and under the policy"
 

@@ -131,19 +131,13 @@ class Explanation(Report):
     def document(self) -> Document:
         """Return the layout."""
         flops = sum(self._flops)
-        facts = Pairs(
-            pairs=(
-                ("device", f"{self.device}: {self.native_reason}"),
-                ("step", "forward and backward" if self.has_backward else "forward"),
-                ("flops", f"{flops:.3g}, {self.low_share:.1%} of them in 16 bit"),
-                ("casts", f"{self.casts:,}, moving {size(sum(r.cast_bytes for r in self.rows))}"),
-                (
-                    "time",
-                    f"fp32 {self.fp32_s * 1e3:.3g} ms, policy {self.policy_s * 1e3:.3g} ms"
-                    if self.policy_s
-                    else "not measured",
-                ),
-            )
+        timed = f"fp32 {self.fp32_s * 1e3:.3g} ms, policy {self.policy_s * 1e3:.3g} ms"
+        pairs = (
+            ("device", f"{self.device}: {self.native_reason}"),
+            ("step", "forward and backward" if self.has_backward else "forward"),
+            ("flops", f"{flops:.3g}, {self.low_share:.1%} of them in 16 bit"),
+            ("casts", f"{self.casts:,}, moving {size(sum(r.cast_bytes for r in self.rows))}"),
+            ("time", timed if self.policy_s else "not measured"),
         )
         table = Table(
             title="By module, submodules left out",
@@ -160,7 +154,7 @@ class Explanation(Report):
             verdict=self.verdict(),
             # slow is not faulty
             is_good=bool(flops) or not self._flops,
-            blocks=(facts, table, *notes),
+            blocks=(Pairs(pairs=pairs), table, *notes),
         )
 
     def advice(self) -> tuple[str, ...]:

@@ -86,16 +86,12 @@ class MemoryReport(Report):
             (s.kind, s.bytes, s.bytes / max(1, self.parameters), ", ".join(f"{n} {size(b)}" for n, b in s.dtypes))
             for s in self.shares
         )
-        facts = Pairs(
-            pairs=(
-                ("parameters", f"{self.parameters:,}, {self.trainable:,} of them trainable"),
-                ("optimizer", ", ".join(self.optimizers) or "none: inference"),
-                (
-                    "held between steps",
-                    f"{size(self.held_bytes)}, {self.per_parameter:.1f} bytes a trainable parameter",
-                ),
-                ("peak", f"{size(self.peak_bytes)}{'' if self.has_batch else ' and the activations'}"),
-            )
+        held = f"{size(self.held_bytes)}, {self.per_parameter:.1f} bytes a trainable parameter"
+        pairs = (
+            ("parameters", f"{self.parameters:,}, {self.trainable:,} of them trainable"),
+            ("optimizer", ", ".join(self.optimizers) or "none: inference"),
+            ("held between steps", held),
+            ("peak", f"{size(self.peak_bytes)}{'' if self.has_batch else ' and the activations'}"),
         )
         table = Table(title="", columns=("kind", "bytes", "bytes a parameter", "formats"), rows=rows)
         chart = Chart(
@@ -110,7 +106,7 @@ class MemoryReport(Report):
             title=f"mezzo memory of {self.model} under {self.policy}",
             verdict=f"{size(self.peak_bytes)} at the peak.",
             is_good=True,
-            blocks=(facts, table, chart, *hint),
+            blocks=(Pairs(pairs=pairs), table, chart, *hint),
         )
 
 

@@ -191,20 +191,16 @@ class ObservingMode(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             return func(*args, **kwargs)
         site, call = self.context.site(facts.name), Call(func, facts, args, kwargs)
         with self.aside():
-            known = {id(t): self._wide_of(call.original(t)) for _, t in call.inputs}
-            read = [(self._true(t, known), call.original(t)) for _, t in call.inputs]
+            found = {id(t): self._wide_of(call.original(t)) for _, t in call.inputs}
+            known = {key: wide for key, wide in found.items() if wide is not None}
+            read = [(known.get(id(t), t), call.original(t)) for _, t in call.inputs]
             read += [(t, t) for t in tree_leaves((call.args, call.kwargs)) if _is_index(t)]
             reads = tuple(value_of(true, self._leaf(t)) for true, t in read)
             readers = tuple(self._makers.get(t) for _, t in read)
         out = call.run(args, kwargs)
         with self.aside():
-            self._record(call, site, reads, readers, {k: v for k, v in known.items() if v is not None})
+            self._record(call, site, reads, readers, known)
         return out
-
-    @staticmethod
-    def _true(tensor: Tensor, known: dict[int, Tensor | None]) -> Tensor:
-        wide = known.get(id(tensor))
-        return tensor if wide is None else wide
 
     def _wide_of(self, tensor: Tensor) -> Tensor | None:
         """Return the fp64 values of a tensor that the run made, or that rounding alone tells from the other run's."""
@@ -306,18 +302,19 @@ class ObservingMode(OpMode):  # type: ignore[no-untyped-call]  # torch's own
 
 
 def _is_index(value: object) -> bool:
-    is_whole = isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex()
-    return is_whole and isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
+    if not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex():
+        return False
+    return value.layout is torch.strided and not value.is_meta
 
 
 def _arguments(call: Call) -> tuple[tuple[str, str], ...]:
     named = {**dict(zip(call.facts.arguments, call.args, strict=False)), **call.kwargs}
-    kinds = (bool, int, float, str)
-    return tuple((n, repr(v)) for n, v in named.items() if isinstance(v, kinds) or _is_numbers(v))
+    return tuple((n, repr(v)) for n, v in named.items() if isinstance(v, str) or _is_numbers(v))
 
 
 def _is_numbers(value: object) -> bool:
-    return isinstance(value, (list, tuple)) and all(isinstance(v, (bool, int, float)) for v in value)
+    """Say whether a value is a number or a flag, or a list or tuple of some."""
+    return all(isinstance(v, (int, float)) for v in (value if isinstance(value, (list, tuple)) else [value]))
 
 
 def observe(run: Callable[[], object], model: nn.Module | None, other: dict[str, Tensor]) -> Run:

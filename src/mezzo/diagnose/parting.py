@@ -118,13 +118,13 @@ def _changed(x: OpRun, y: OpRun) -> str:
 
 def _of_kernels(a: Run, b: Run) -> MismatchFinding | None:
     """Return the first op whose kernel is wrong in one run alone."""
+    # reversed, so that the first of each module and op stays
     bad_a, bad_b = ({(o.site.module, o.site.op): o for o in reversed(r.ops) if o.is_wrong} for r in (a, b))
-    alone = [(o, "a") for k, o in bad_a.items() if k not in bad_b] + [
-        (o, "b") for k, o in bad_b.items() if k not in bad_a
-    ]
+    alone = [(a.ops.index(op), "a", op) for key, op in bad_a.items() if key not in bad_b]
+    alone += [(b.ops.index(op), "b", op) for key, op in bad_b.items() if key not in bad_a]
     if not alone:
         return None
-    op, side = min(alone, key=lambda pair: (a if pair[1] == "a" else b).ops.index(pair[0]))
+    _, side, op = min(alone, key=lambda found: found[0])
     x, y = (op, None) if side == "a" else (None, op)
     if op.local == float("inf"):
         return _parting("overflow", op, x, y, f"{side} holds inf or NaN in {op.dtype} where fp64 is finite")

@@ -111,12 +111,12 @@ class SecondRun:
 
 
 def _sentence(step: int, wrong: Sequence[str], *, is_first: bool) -> str:
-    other = "" if not is_first else (
-        " If this comes again in the same step of a new run, loss_fn computes something else than the loop gives to amp.backward."
-    )  # fmt: skip
+    wrong_one, right_one, other = ("second", "first", "")
+    if is_first:
+        wrong_one, right_one = "first", "second"
+        other = " If this comes again in the same step of a new run, loss_fn computes something else than the loop gives to amp.backward."
     return (
         f"step {step} was run twice on the same batches and random numbers, and came out differently: {listed(wrong)}. A third run "
-        f"agrees with the {'second' if is_first else 'first'}: hardware computed something wrong in the "
-        f"{'first' if is_first else 'second'}. The gradients now are those of the third run, so that amp.step() takes them; "
-        f"replace this device.{other}"
+        f"agrees with the {right_one}: hardware computed something wrong in the {wrong_one}. The gradients now are those of the "
+        f"third run, so that amp.step() takes them; replace this device.{other}"
     )

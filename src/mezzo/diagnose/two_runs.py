@@ -131,14 +131,9 @@ class CompiledNode:
 
 def _module(node: Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
-    path = next(reversed(list(stack.values())), ("", None))[0] if stack else ""
-    return (
-        re.sub(r"^L\['\w+'\]\.?(_orig_mod\.?)?", "", path)
-        .replace("._modules", "")
-        .replace("['", ".")
-        .replace("']", "")
-        .strip(".")
-    )
+    path = [*stack.values()][-1][0] if stack else ""
+    below = re.sub(r"^L\['\w+'\]\.?(_orig_mod\.?)?", "", path).replace("._modules", "")
+    return below.replace("['", ".").replace("']", "").strip(".")
 
 
 def _frame(node: Node) -> Frame | None:
@@ -147,9 +142,8 @@ def _frame(node: Node) -> Frame | None:
 
 
 def _name(node: Node) -> str:
-    return (node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))).strip(
-        "_"
-    )
+    target = node.target
+    return (target if isinstance(target, str) else getattr(target, "__name__", str(target))).strip("_")
 
 
 def _is_shown(node: Node) -> bool:
