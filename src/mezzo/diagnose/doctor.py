@@ -55,14 +55,16 @@ class ScriptRun:
     children: tuple[TraceReport, ...] = ()
 
 
-@contextmanager
-def _as_main(path: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """Give a script the command line and the import path it has when Python runs it."""
+def _run_as_main(name: str, arguments: Sequence[str], *, is_module: bool) -> None:
+    """Run a script, or a module, with the command line and the import path that Python gives it."""
     argv, places = sys.argv, list(sys.path)
-    sys.argv = [str(path), *arguments]
-    sys.path.insert(0, str(path.resolve().parent))
+    sys.argv = [str(Path(name)), *arguments]
+    sys.path.insert(0, str(Path(name).resolve().parent))
     try:
-        yield
+        if is_module:
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(name, run_name="__main__")
     finally:
         sys.argv, sys.path[:] = argv, places
 
@@ -113,21 +115,17 @@ def trace_script(
     trace = Trace(None, on_reached=on_reached, on_root=on_root)
     error: BaseException | None = None
     children: list[TraceReport] = []
-    with _as_main(path, arguments):
-        try:
-            with followed_children(stop_at_fault=stop_at_fault) as children, trace:
-                if is_module:
-                    runpy.run_module(name, run_name="__main__", alter_sys=True)
-                else:
-                    runpy.run_path(str(path), run_name="__main__")
-        except _Enough as enough:
-            stopped = str(enough)
-        except KeyboardInterrupt:
-            stopped = "by the keyboard"
-        except SystemExit as end:
-            error = end if end.code not in (None, 0) else None
-        except Exception as failure:
-            error = failure
+    try:
+        with followed_children(stop_at_fault=stop_at_fault) as children, trace:
+            _run_as_main(name, arguments, is_module=is_module)
+    except _Enough as enough:
+        stopped = str(enough)
+    except KeyboardInterrupt:
+        stopped = "by the keyboard"
+    except SystemExit as end:
+        error = end if end.code not in (None, 0) else None
+    except Exception as failure:
+        error = failure
     if isinstance(error, ImportError) and _raised_in(error) == "runpy":
         raise DataError(
             f"the {'module' if is_module else 'script'} {name!r} cannot be run: {first_line(error)}. "

@@ -18,7 +18,7 @@ from ..binding import check_optimizers, convert_
 from ..binding.bind import bind
 from ..errors import ConfigError
 from ..formats import LOW_DTYPES, dtype_name
-from ..optim import MasterWeights, adopt, wrapped_optimizer
+from ..optim import MasterWeights, adopt, parameters, wrapped_optimizer
 from ..policy import Policy, PolicyLike, as_policy
 from ..report import Chart, Document, Note, Pairs, Report, Series, Table
 from ..step.prepare import optimizers_of
@@ -222,17 +222,7 @@ def memory(
     optimizers = optimizers_of("memory", model, optimizer)
     check_trial("memory", batch, loss_fn)
     chosen = as_policy(policy).resolve(device_of(model))
-    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-    held = [p for one in optimizers for group in one.param_groups for p in group["params"]]
-    if held and not any(p in names for p in held):
-        raise ConfigError(
-            f"memory was given {type(optimizers[0]).__name__}, none of whose {len(held)} parameters belongs to the {type(model).__name__}. Make the "
-            "optimizer from model.parameters() of this model."
-        )
-    # a copy stands for each: what `prepare` would step, while the given one stays as it was
-    check_optimizers(
-        [adopt(copy.deepcopy(one, {id(p): p for p in names}), chosen) for one in optimizers], chosen, names
-    )
+    _check_fit(model, optimizers, chosen)
     outline = _outline(model, chosen, bool(optimizers))
     stored = dict(zip(model.parameters(), outline.parameters(), strict=True))
     tally: _Tally = defaultdict(Counter)
@@ -256,6 +246,20 @@ def memory(
         shares=tuple(_share(kind, counts) for kind, counts in tally.items() if counts.total()),
         has_batch=batch is not None,
     )
+
+
+def _check_fit(model: nn.Module, optimizers: Sequence[Optimizer], policy: Policy) -> None:
+    """Refuse optimizers of another model, by a ConfigError, and those that `mezzo.prepare` would refuse."""
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    held = [p for one in optimizers for p in parameters(one)]
+    if held and not any(p in names for p in held):
+        raise ConfigError(
+            f"memory was given {type(optimizers[0]).__name__}, none of whose {len(held)} parameters belongs to the {type(model).__name__}. Make the "
+            "optimizer from model.parameters() of this model."
+        )
+    # a copy stands for each: what `prepare` would step, while the given one stays as it was
+    copies = [adopt(copy.deepcopy(one, {id(p): p for p in names}), policy) for one in optimizers]
+    check_optimizers(copies, policy, names)
 
 
 def _count_optimizer(

@@ -256,23 +256,8 @@ class Watch(AbstractContextManager["Watch"]):
         if self._seen == 0 and self._amp is None and self._rows.is_holding():
             self._timed(self._sample_weights)
             self._rows.count()  # a model that is only run, never trained
-        moved = self._moved.tolist()
-        lost = [
-            lost / meant if meant and id(p) not in self._have_masters else 0.0
-            for meant, lost, (_, p) in zip(moved[0], moved[1], self._parameters, strict=True)
-        ]
-        kinds: list[tuple[Kind, str, float]] = [
-            *(("activation", name, 0.0) for name, _ in self._leaves),
-            *(("gradient", name, 0.0) for name, _ in self._parameters),
-            *(("weight", name, share) for (name, _), share in zip(self._parameters, lost, strict=True)),
-        ]
         histograms = self._rows.histograms()
         gradients = self._rows.filled[self._first_gradient : self._first_weight]
-        tensors = [
-            TensorRecord(kind=kind, name=name, histogram=histogram, lost=share)
-            for (kind, name, share), histogram, filled in zip(kinds, histograms, self._rows.filled, strict=True)
-            if filled
-        ]
         elapsed = time.perf_counter() - self._started
         return WatchReport(
             model=type(self._model).__name__,
@@ -281,7 +266,7 @@ class Watch(AbstractContextManager["Watch"]):
             every=self._every,
             num_steps=self._seen,
             steps=tuple(self._steps),
-            tensors=tuple(tensors),
+            tensors=self._tensors(histograms),
             loss_scale=self._steps[-1].scale if self._steps else 1.0,
             host_share=self._spent_s / elapsed if elapsed else 0.0,
             sampled=self._num_sampled,
@@ -293,6 +278,18 @@ class Watch(AbstractContextManager["Watch"]):
                 n for n, b in self._model.named_buffers() if n in self._states and not self._states[n].is_current(b)
             ),
             unreached=tuple(n for i, (n, _) in enumerate(self._parameters) if not gradients[i]),
+        )
+
+    def _tensors(self, histograms: Sequence[Histogram]) -> tuple[TensorRecord, ...]:
+        """Return what was sampled of each tensor; of a weight, how many of its updates were lost. Syncs: yes."""
+        rows: list[tuple[Kind, str, float]] = [("activation", name, 0.0) for name, _ in self._leaves]
+        rows += [("gradient", name, 0.0) for name, _ in self._parameters]
+        for (name, p), meant, lost in zip(self._parameters, *self._moved.tolist(), strict=True):
+            rows.append(("weight", name, lost / meant if meant and id(p) not in self._have_masters else 0.0))
+        return tuple(
+            TensorRecord(kind=kind, name=name, histogram=histogram, lost=share)
+            for (kind, name, share), histogram, filled in zip(rows, histograms, self._rows.filled, strict=True)
+            if filled
         )
 
     def _dead(self, histograms: Sequence[Histogram]) -> tuple[str, ...]:

@@ -54,11 +54,17 @@ def _check_writable(path: Path) -> None:
         pass
 
 
-def _check_best(folder: RunFolder, step: int) -> None:
-    if step and not folder.best.is_dir():
-        raise CheckpointError(
-            f"the best model of the run, that of update {step}, is not in {folder.best}. Bring it back, or start again with --overwrite."
-        )
+def _saved_state(config: TrainConfig, folder: RunFolder, corpus: Corpus) -> dict[str, Any]:
+    """Return the checkpoint of the run to go on with. Raises: CheckpointError: it is damaged, another run's, or without its best model."""
+    state = load_checkpoint(folder.checkpoint)
+    check_whole(folder.checkpoint, state)
+    with reading(folder.checkpoint):
+        check_same_run(state, config, corpus.labels, corpus.fingerprint)
+        if (step := state["position"]["best_step"]) and not folder.best.is_dir():
+            raise CheckpointError(
+                f"the best model of the run, that of update {step}, is not in {folder.best}. Bring it back, or start again with --overwrite."
+            )
+    return state
 
 
 def _open_folder(config: TrainConfig, folder: RunFolder) -> None:
@@ -179,13 +185,7 @@ def _run(config: TrainConfig, folder: RunFolder, world: DistContext) -> TrainRes
     if world.is_first:
         _check_writable(folder.path)
     corpus = load_corpus(config)
-    state = None
-    if config.resume:
-        state = load_checkpoint(folder.checkpoint)
-        check_whole(folder.checkpoint, state)
-        with reading(folder.checkpoint):
-            check_same_run(state, config, corpus.labels, corpus.fingerprint)
-            _check_best(folder, state["position"]["best_step"])
+    state = _saved_state(config, folder, corpus) if config.resume else None
     torch.manual_seed(config.seed)
     tokenizer = _tokenizer(config, corpus, state)
     model = _model(config, corpus, tokenizer).to(device)
@@ -207,7 +207,7 @@ def _run(config: TrainConfig, folder: RunFolder, world: DistContext) -> TrainRes
     done, total = trainer.position.step, trainer.total
     with progress_bar(done, total, every=config.log_every, is_shown=world.is_first) as progress:
         if world.restarts and state is not None:
-            progress.note(f"restart {world.restarts}: going on from update {trainer.position.step}/{trainer.total}")
+            progress.note(f"restart {world.restarts}: going on from update {done}/{total}")
         trainer.train(progress, corpus.summary)
     world.wait()  # until the best model is written
     best = prepare(load_model(folder.best).to(device), policy=policy).model
