@@ -135,6 +135,15 @@ def listed(names: Sequence[str], count: int = 3) -> str:
     return ", ".join(names[:count]) + rest
 
 
+def plural(noun: str, count: int) -> str:
+    """Return a noun as it stands behind a number.
+
+    >>> plural("step", 1), plural("step", 0)
+    ('step', 'steps')
+    """
+    return noun if count == 1 else f"{noun}s"
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of what an error says, without its full stop; the name of its class where it says nothing."""
     return str(error).strip().split("\n", 1)[0].rstrip(".") or type(error).__name__

@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from ..errors import plural
 from ..formats import NativeSupport, native_support
 from .roofline import FORMAT_NAMES, fastest_seconds, matmul_rate, product_rate, products_in
 
@@ -164,7 +165,7 @@ def advice(report: DeviceReport) -> tuple[str, ...]:
     )
     busy = [rows for rows, of_best in report.share_by_rows.items() if of_best >= SATURATED]
     smallest, least = next(iter(report.share_by_rows.items()))
-    small = f"{smallest} row{'s' if smallest > 1 else ''} reach{'' if smallest > 1 else 'es'} {least:.1%}"
+    small = f"{smallest} {plural('row', smallest)} {'reaches' if smallest == 1 else 'reach'} {least:.1%}"
     if busy:
         lines.append(
             f"{busy[0]} rows at width {report.even_width} reach {report.share_by_rows[busy[0]]:.0%} of the best "

@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import BenchError, did_you_mean
+from ..errors import BenchError, did_you_mean, plural
 from .machine import short_name
 from .measurement import Measurement, Result, load
 from .results_table import (
@@ -286,7 +286,7 @@ def _emulates(result: Result) -> bool:
 
 def _cpus(results: Sequence[Result]) -> str:
     number = len({machine_name(one) for one in results})
-    return f"{number} CPU{'s' if number > 1 else ''}"
+    return f"{number} {plural('CPU', number)}"
 
 
 def _kept_beside_rivals(results: Sequence[Result]) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
+from ..errors import plural
 from ..files import write_text
 from ..report import Chart, Series, draw, table_text
 from .measurement import Measurement, Result
@@ -116,7 +117,7 @@ def machine_name(result: Result) -> str:
     machine = result.machine
     if machine["device"] == "cuda":
         return str(machine["gpu"]["name"])
-    return f"{machine['cpu']['model']}, {machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
+    return f"{machine['cpu']['model']}, {machine['threads']} {plural('thread', machine['threads'])}"
 
 
 def title(result: Result) -> str:

@@ -53,10 +53,8 @@ def parse_device(name: str) -> torch.device:
         raise BenchError(f"--device {name} is not a torch device; write cpu or cuda.") from None
     if device.type == "cuda":  # not started: processes of their own measure on it
         if (device.index or 0) >= (count := torch.cuda.device_count()):
-            seen = f"{count} CUDA devices" if count else "no CUDA device"
-            raise BenchError(
-                f"--device {name} was asked for, but this torch sees {seen}; write cpu{' or cuda:0' * bool(count)}."
-            )
+            seen, known = (f"{count} CUDA devices", "cpu or cuda:0") if count else ("no CUDA device", "cpu")
+            raise BenchError(f"--device {name} was asked for, but this torch sees {seen}; write {known}.")
     elif why := why_not_here(device):
         raise BenchError(f"--device {name} cannot be used here: {why}; write cpu or cuda.")
     return device

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import OpOverload, storage_id
-from ..errors import ConfigError, shown
+from ..errors import ConfigError, plural, shown
 from ..formats import LOW_DTYPES, MIXED_DTYPES, dtype_name, is_number, native_support, number_of
 from ..policy import Policy, PolicyLike, as_policy
 from ..report import Document, Note, Pairs, Report, Table
@@ -170,7 +170,7 @@ class Explanation(Report):
             worst = max(bouncing, key=lambda r: r.ping_pong)
             total = sum(r.ping_pong for r in bouncing)
             texts.append(
-                f"activations go up to fp32 and down again {total} time{'s' * (total > 1)}, most in {worst.module or self.model}."
+                f"activations go up to fp32 and down again {total} {plural('time', total)}, most in {worst.module or self.model}."
             )
         casts = sum(r.weight_casts for r in self.rows)
         if casts:

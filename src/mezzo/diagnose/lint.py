@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import plural
 from ..policy import PolicyLike, as_policy
 from ..report import Block, Document, Heading, Pairs, Report
 from ..trace import LintWarning, Trace, check_model, explain_lint, line_pairs, preserve_state, short_line
@@ -40,7 +41,7 @@ class LintReport(Report):
         count = len(self.warnings)
         passes = "forward and backward" if self.has_backward else "forward"
         clean = f"Clean: {self.ops:,} ops of one {passes} pass broke no lint rule."
-        verdict = f"{count} lint rule{'s' * (count != 1)} broken." if count else self.flaw or clean
+        verdict = f"{count} {plural('lint rule', count)} broken." if count else self.flaw or clean
         under_policy = f" under {self.policy}" if self.policy else ""
         blocks: list[Block] = []
         for warning in self.warnings:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import random_state
-from ..errors import ConfigError, DataError, StoppedRun, kind_of, shown
+from ..errors import ConfigError, DataError, StoppedRun, kind_of, plural, shown
 from ..files import as_path
 from ..formats import is_count
 from ..policy import PolicyLike, as_policy
@@ -90,7 +90,7 @@ class ReplayedStep(Report):
                 f"Step {self.first_different} does not come out as recorded: hardware computed something else, or weights were changed "
                 "outside of the steps."
             )
-        compared = f"bit for bit as recorded, {self.compared} step{'s' * (self.compared != 1)} compared"
+        compared = f"bit for bit as recorded, {self.compared} {plural('step', self.compared)} compared"
         return f"Run again: {compared if self.compared else 'not compared'}."
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Literal
 
-from ..errors import listed
+from ..errors import listed, plural
 from ..formats import FORMATS
 from ..report import Band, Block, Chart, Document, Heading, Heat, Note, Pairs, Report, Series, Table
 from ..trace import BIAS, BINS, Histogram, largest_scale, number
@@ -194,7 +194,7 @@ class WatchReport(Report):
         if self.unseen:
             return f"Not enough seen: {self.unseen}."
         skipped = f", {self.skipped} of them skipped" if self.skipped else ""
-        return f"Healthy: {self.num_steps} step{'s' * (self.num_steps != 1)}{skipped}, {self._rate_in_words()} sampled."
+        return f"Healthy: {self.num_steps} {plural('step', self.num_steps)}{skipped}, {self._rate_in_words()} sampled."
 
     def _rate_in_words(self) -> str:
         return "each" if self.every == 1 else f"one in {self.every}"
@@ -214,7 +214,7 @@ class WatchReport(Report):
             )
             pairs.append(("not looked at", what))
         warnings = self.warnings
-        verdict = f"{len(warnings)} thing{'s' * (len(warnings) != 1)} to look at." if warnings else self._health()
+        verdict = f"{len(warnings)} {plural('thing', len(warnings))} to look at." if warnings else self._health()
         blocks: list[Block] = [Pairs(pairs=tuple(pairs)), *(Note(text=text) for text in warnings[:_ROWS])]
         blocks += [_ranges(self), *_skips(self.steps)]
         details = [*_histograms(self), *_history(self.steps)]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..binding import record
+from ..errors import plural
 from ..formats import LOW_DTYPES, dtype_name, format_of, parse_dtype, widest
 from .frames import argument_of, functions_of, is_called_from
 from .measure import amax, numbers, rerun_wide
@@ -210,7 +211,7 @@ class LintWatch:
         """Note rows of a softmax with nothing left in them, whose NaN arrived somewhere."""
         if event.full_rows and event.outputs[0].nan:
             rows, dtype = event.full_rows, parse_dtype(event.outputs[0].dtype)
-            self.add("masked-row", event.site, dtype, f"{rows} row{'s' * (rows > 1)}", float(rows), event.kernel)
+            self.add("masked-row", event.site, dtype, f"{rows} {plural('row', rows)}", float(rows), event.kernel)
 
     def model(self, model: nn.Module, site: Site, in_region: bool) -> None:
         """Look over a model before it runs: buffers that must stay wide, weights that a region expects wide."""

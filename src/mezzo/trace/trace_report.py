@@ -8,7 +8,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import Literal
 
-from ..errors import listed
+from ..errors import listed, plural
 from ..report import Block, Chart, Document, Heading, Note, Pairs, Report, Series, Source, Table
 from .evidence import is_metric
 from .findings import FAULTY_RULES, Finding
@@ -85,7 +85,7 @@ class TraceReport(Report):
     def document(self) -> Document:
         """Return the layout."""
         r = self.record
-        title = f"mezzo trace of {r.model or 'a program'}: {r.steps} step{'s' * (r.steps != 1)}, {r.ops:,} ops, rank {r.rank}"
+        title = f"mezzo trace of {r.model or 'a program'}: {r.steps} {plural('step', r.steps)}, {r.ops:,} ops, rank {r.rank}"
         blocks: list[Block] = []
         for finding in self.findings[:1]:
             blocks += _finding(finding)
@@ -108,11 +108,12 @@ class TraceReport(Report):
         if self.answer == "not enough seen":
             return f"Not enough seen: {self.unseen}. Looked at: {self.seen}."
         if self.answer == "healthy":
-            scale = _TOO_HIGH * bool(self.findings)
+            scale = _TOO_HIGH if self.findings else ""
             broken = listed(tuple(dict.fromkeys(x.rule for x in self.record.lints)))
             word = f"No fault, but the code loses numbers ({broken})" if broken else "Healthy"
-            made = [f"{e.site.op} at {e.site.frame}" for e in self.record.events if e.kind == "source" and is_metric(e)]
-            apart = f", but for metrics that have no value ({listed(tuple(dict.fromkeys(made)))})" * bool(made)
+            metrics = [e.site for e in self.record.events if e.kind == "source" and is_metric(e)]
+            lines = listed(tuple(dict.fromkeys(f"{site.op} at {site.frame}" for site in metrics)))
+            apart = f", but for metrics that have no value ({lines})" if metrics else ""
             return f"{word}: no inf or NaN reached a loss, gradient, weight, buffer, output or the host in {self.seen}{apart}.{scale}"
         first = self.faults[0]
         return f"Faulty: {first.verdict} in {first.op}, {first.phase}, module {first.path}{f' at {first.frame}' if first.frame else ''}."
@@ -121,14 +122,14 @@ class TraceReport(Report):
 def _outside(r: TraceRecord) -> str:
     """Say what happened where the trace does not look; empty if nothing did."""
     if r.elsewhere:
-        threads = f"thread{'s' * (len(r.elsewhere) > 1)} {listed(r.elsewhere)}"
+        threads = f"{plural('thread', len(r.elsewhere))} {listed(r.elsewhere)}"
         return f"modules were trained in the {threads}, whose ops were not seen: write `with mezzo.diagnose.trace(model)` there"
     unknown = next((s for s in r.sinks if not s.causes), None)
     return f"inf or NaN reached {unknown.kind} {unknown.name} from where no op was seen" if unknown is not None else ""
 
 
 def _count(n: int, what: str) -> str:
-    return f"{n:,} {what}{'s' * (n != 1)}"
+    return f"{n:,} {plural(what, n)}"
 
 
 def _finding(f: Finding) -> list[Block]:

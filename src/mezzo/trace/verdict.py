@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from ..errors import plural
 from ..formats import LOW_DTYPES, dtype_name, format_of, parse_dtype
 from .ops import FACTORS, plain_name
 from .records import Event, Wide
@@ -97,14 +98,17 @@ def call_at(event: Event, says: str = "") -> str:
     op, is_slope = event.site.op, event.site.phase == "backward" and not event.site.is_own
     if is_slope and any(name.startswith("grad") for name in names):
         op, is_slope = plain_name(event.kernel), False
-    call = f"{'the derivative of ' * is_slope}{op}{'(' * bool(names)}{', '.join(names)}{')' * bool(names)}{says}"
-    return f"{call} at {', '.join(f'{name}={number(v)}' for name, v in event.offending)}" if names else call
+    what = f"the derivative of {op}" if is_slope else op
+    if not names:
+        return f"{what}{says}"
+    values = ", ".join(f"{name}={number(value)}" for name, value in event.offending)
+    return f"{what}({', '.join(names)}){says} at {values}"
 
 
 def _mixed(event: Event) -> str:
     if event.full_rows:
         follows = "nothing to share out: 0/0" if event.outputs[0].nan else "no sum to take the logarithm of"
-        return f"every entry of {event.full_rows} row{'s' * (event.full_rows > 1)} is -inf, so there is {follows}."
+        return f"every entry of {event.full_rows} {plural('row', event.full_rows)} is -inf, so there is {follows}."
     return f"infinities written on purpose meet and give NaN in {call_at(event)}."
 
 

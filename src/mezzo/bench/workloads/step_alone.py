@@ -44,7 +44,9 @@ class GivenGradients(nn.Module):
     def __init__(self, count: int) -> None:
         super().__init__()
         square = MATRIX * MATRIX
-        shapes = [(MATRIX, MATRIX)] * (count // square) + [(count % square, 1)] * (count % square > 0)
+        shapes = [(MATRIX, MATRIX)] * (count // square)
+        if count % square:
+            shapes.append((count % square, 1))
         drawn = torch.randn(square) * MATRIX**-0.5  # once, for every layer: a billion would take longer than a round
         self.layers = nn.ModuleList(nn.Linear(wide, out, bias=False, device="meta") for wide, out in shapes)
         with torch.no_grad():
