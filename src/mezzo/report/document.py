@@ -55,7 +55,16 @@ Band: TypeAlias = tuple[str, float, float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
-    """Lines, or bars side by side, over labelled positions on the horizontal axis; bands are spans of it, drawn below."""
+    """Lines or bars over labelled positions.
+
+    Attributes:
+        title: above the chart.
+        kind: lines, or bars side by side.
+        labels: positions on the horizontal axis.
+        series: what is drawn, one value per label.
+        unit: of the vertical axis.
+        bands: spans of the horizontal axis, drawn below it.
+    """
 
     title: str
     kind: Literal["lines", "bars"]
@@ -67,7 +76,15 @@ class Chart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Heat:
-    """A row of shares for each of many things, one value per label, over positions and bands as in `Chart`."""
+    """A row of shares for each of many things, over labelled positions.
+
+    Attributes:
+        title: above it.
+        labels: positions on the horizontal axis.
+        rows: name of each thing, and its shares, one value per label.
+        unit: of the values.
+        bands: spans of the horizontal axis, drawn below it.
+    """
 
     title: str
     labels: tuple[str, ...]
@@ -78,7 +95,12 @@ class Heat:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """Lines of the user's own code: each its number, its text, a note beside it, and whether it is the fault."""
+    """Lines of the user's own code, with notes beside them.
+
+    Attributes:
+        file: its path, as a report shows it.
+        lines: number, text, note beside it, and whether the line is the fault.
+    """
 
     file: str
     lines: tuple[tuple[int, str, str, bool], ...]
