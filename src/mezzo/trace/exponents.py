@@ -214,12 +214,8 @@ class LineWatch:
 
     def records(self) -> tuple[LineRange, ...]:
         """Return the lines seen so far, by file, line and phase."""
-        return tuple(
-            _record(file, line, phase, r)
-            for (file, line, phase), r in sorted(
-                self._ranges.items(), key=lambda item: (*item[0][:2], _ORDER[item[0][2]])
-            )
-        )
+        in_order = sorted(self._ranges, key=lambda key: (*key[:2], _ORDER[key[2]]))
+        return tuple(_record(*key, self._ranges[key]) for key in in_order)
 
 
 def _record(file: str, line: int, phase: Phase, r: _Range) -> LineRange:

@@ -139,7 +139,9 @@ class IdleSteps:
         found = list(grads.values())
         self._had |= grads.keys()
         is_empty = not has_closure and not any(g is None or amax(g) for g in found)
-        self._is_cleared = 0 < arrived < self._cleared[0] if is_empty and arrived else None if is_empty else False
+        self._is_cleared = False
+        if is_empty:  # None where it cannot be told: nothing arrived
+            self._is_cleared = arrived < self._cleared[0] if arrived else None
         self._ops = -1 if found else ops
         self._is_unreached = is_empty and not found and not arrived
         if self._is_sum.get(optimizer):
@@ -230,9 +232,8 @@ class IdleSteps:
             still, name = self._still[optimizer], type(optimizer).__name__
             if still == steps >= _STILL or (still >= _STILL_AT_THE_END and 3 * still > steps):
                 after = f" after the first {steps - still}" if still < steps else ""
-                largest = (
-                    f", or at most a millionth of {number(self._rates[optimizer])}," if self._rates[optimizer] else ""
-                )
+                highest = self._rates[optimizer]
+                largest = f", or at most a millionth of {number(highest)}," if highest else ""
                 what = f"0{largest} in each of the {still} steps of {name}{after}"
                 lints.add("zero-learning-rate", site, torch.float32, what, still)
 

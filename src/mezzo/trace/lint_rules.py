@@ -81,21 +81,16 @@ class LintWatch:
         """Return what was noticed, each line once a rule, given whether fp16 flushed a number of a gradient."""
         is_told = has_flushed or self.of_risks
         of_ids = {x.site.frame for x in self._found.values() if x.rule == "ids-in-16-bit"}
-        return tuple(
-            x
-            for x in self._found.values()
-            if (is_told or x.rule != "no-loss-scale")
-            and not (x.rule == "integers-in-16-bit" and x.site.frame in of_ids)
-        )
+        found = [x for x in self._found.values() if is_told or x.rule != "no-loss-scale"]
+        return tuple(x for x in found if x.rule != "integers-in-16-bit" or x.site.frame not in of_ids)
 
     def add(self, rule: LintRule, site: Site, dtype: torch.dtype, what: str, value: float, kernel: str = "") -> None:
         """Note a broken rule, once for each line and op."""
         key = (rule, str(site.frame), site.module, kernel, "" if kernel else what)
         if key not in self._found and self._counts.get(rule, 0) < _MOST:
             self._counts[rule] = self._counts.get(rule, 0) + 1
-            self._found[key] = Lint(
-                rule=rule, site=site, kernel=kernel, dtype=dtype_name(dtype), what=what, value=value
-            )
+            name = dtype_name(dtype)
+            self._found[key] = Lint(rule=rule, site=site, kernel=kernel, dtype=name, what=what, value=value)
 
     def see(self, call: Call, site: Site, name_of: Callable[[Tensor], str], reference: ReferencePath) -> None:
         """Take in one op, given what tensors are called and would hold without rounding. Syncs: yes, at the ops it judges."""
@@ -131,9 +126,8 @@ class LintWatch:
         top = amax(wide)
         # fp32 has nothing but whole numbers beyond those that it holds exactly
         is_count = not source.is_floating_point() or top < exact_integers(torch.float32)
-        whole = (
-            is_count and math.isfinite(top) and top > exact_integers(low.dtype) and bool((wide == wide.round()).all())
-        )
+        is_beyond = exact_integers(low.dtype) < top < math.inf
+        whole = is_count and is_beyond and bool((wide == wide.round()).all())
         moved = wide[low.to(wide.dtype) != wide] if whole else wide.new_empty(0)
         # one number below 0 is what a mask adds to scores
         if moved.numel() and not (float(moved.max()) < 0 and bool((moved == moved[0]).all())):

@@ -245,12 +245,11 @@ class UpdateWatch:
         if len(given) != 2 or out.numel() < 2 or not (torch.is_grad_enabled() and any(t.requires_grad for t in given)):
             return
         place = (str(site.frame), site.step)
-        before = [
-            (t, other, times) for t, other in (given, given[::-1]) if (times := self._steps_of(t, place)) is not None
-        ]
-        state, added, times = before[0] if before else (given[0], given[1], 0)
+        state, added = given
+        if self._steps_of(state, place) is None and self._steps_of(added, place) is not None:
+            state, added = added, state
         counts = _counts(added.detach() != 0, out, state)
-        times = _row_after(times, counts)
+        times = _row_after(self._steps_of(state, place) or 0, counts)
         self._chains.note(out, (place, times))
         if times == _STEPS:
             self.add(f"a state of {tuple(out.shape)}", out, "", counts, site)

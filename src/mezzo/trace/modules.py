@@ -24,11 +24,8 @@ from ..errors import ConfigError, kind_of
 def check_model(call: str, model: object) -> None:
     """Refuse what is no model. Host only. Raises: ConfigError: it is none; a stepper has one."""
     if not isinstance(model, nn.Module):
-        own = (
-            f", which is amp.model for amp = {type(model).__name__}"
-            if isinstance(getattr(model, "model", None), nn.Module)
-            else ""
-        )
+        has_one = isinstance(getattr(model, "model", None), nn.Module)
+        own = f", which is amp.model for amp = {type(model).__name__}" if has_one else ""
         raise ConfigError(f"{call} was given {kind_of(model)} for model; give the nn.Module{own}.")
 
 
@@ -191,9 +188,8 @@ class ModuleStack:
             return
         place = self._place_of(module)
         if not self._stack:
-            self.inputs = [
-                (f"input {n} of {place.root}", unwrapped(t)) for n, t in tensors_in(_call_arguments(args), "")
-            ]
+            given = tensors_in(_call_arguments(args), "")
+            self.inputs = [(f"input {name} of {place.root}", unwrapped(t)) for name, t in given]
             self._on_root(module)
         self._stack.append((module, place))
 

@@ -224,9 +224,8 @@ class ReferencePath:
 
     def _makers_of(self, call: Call, saved: Iterable[Tensor], inside: tuple[Site, ...]) -> tuple[Site, ...]:
         """Return what made an argument that rounding moved: the program's own cast, what fed the module, the module's ops. Syncs: yes."""
-        own = [
-            m for t in (*(call.original(t) for _, t in call.inputs), *saved) if (m := self._makers.get(t)) is not None
-        ]
+        given = (*(call.original(t) for _, t in call.inputs), *saved)
+        own = [maker for t in given if (maker := self._makers.get(t)) is not None]
         fed = [] if any(m.site.op == "to" for m in own) else self._run_inside()[0]
         return tuple(dict.fromkeys((*(m.site for m in (*fed, *own)), *inside)))
 

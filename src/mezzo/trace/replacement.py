@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -175,19 +176,14 @@ def replacement_for(op: str, operands: OpInputs) -> str:
     inputs = operands.tensors
     # a divisor may be counted
     floating = inputs[: {"div": 1, "reciprocal": 0}.get(op)]
-    if (
-        not inputs
-        or not all(t.is_floating_point() for t in floating)
-        or not all(bool(t.isfinite().all()) for t in inputs)
-    ):
+    is_floating = all(t.is_floating_point() for t in floating)
+    if not inputs or not is_floating or not all(bool(t.isfinite().all()) for t in inputs):
         return ""
     found: list[str] = []
 
     def run() -> None:
-        try:
+        with suppress(RuntimeError):  # shapes or formats that the expression does not take
             found.extend(r.text for r in _offers(op, operands) if works(r, inputs))
-        except RuntimeError:  # shapes or formats that the expression does not take
-            pass
 
     # inside a dispatch mode autograd records nothing; another thread has neither the mode nor that state
     thread = threading.Thread(target=run)

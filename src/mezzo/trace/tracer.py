@@ -122,16 +122,15 @@ class Trace:
     @property
     def record(self) -> TraceRecord:
         """What was seen so far."""
-        roots = self._context.modules.roots
+        roots, unreached = self._context.modules.roots, self._idle.unreached(self._context.modules.trained())
+        has_flushed = not self._flushed or any(g.flushed for g in self._flushed.values())
         return TraceRecord(
             model=type(getattr(roots[0], "_orig_mod", roots[0])).__name__ if roots else "",
             events=tuple(self._collector.events),
             sinks=tuple(self._collector.sinks),
             sizes=tuple(self._sizes),
             lost=tuple(self._collector.updates.lost),
-            lints=self._collector.lints.records(
-                has_flushed=not self._flushed or any(g.flushed for g in self._flushed.values())
-            ),
+            lints=self._collector.lints.records(has_flushed=has_flushed),
             lines=self._collector.lines.records(),
             ops=self._collector.ops,
             flushed=tuple(self._flushed.values()),
@@ -143,10 +142,7 @@ class Trace:
             skipped=self._collector.skipped,
             ended=self._ended,
             elsewhere=tuple(sorted(self._context.modules.elsewhere)),
-            unreached=tuple(
-                (name, self._collector.detached.line_of(key))
-                for key, name in self._idle.unreached(self._context.modules.trained())
-            ),
+            unreached=tuple((name, self._collector.detached.line_of(key)) for key, name in unreached),
             steps=self._context.step + 1,
             rank=self._context.rank,
             torch=torch.__version__,
@@ -257,9 +253,8 @@ class Trace:
                 return
             self._collector.reference.inside.clear()
             self._collector.states.leave(module)
-            buffers = [
-                (n, b) for n, b in module.named_buffers() if self._collector.was_spoiled(n, b) and not is_finite(b)
-            ]
+            spoiled = [(n, b) for n, b in module.named_buffers() if self._collector.was_spoiled(n, b)]
+            buffers = [(n, b) for n, b in spoiled if not is_finite(b)]
             outputs = [(f"{n} of {place.root}", t, grad) for n, t, grad in tensors if not is_finite(t)]
         for name, tensor, grad in outputs:
             if grad:

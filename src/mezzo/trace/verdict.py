@@ -138,10 +138,8 @@ def _never_finite(event: Event) -> tuple[Verdict, str]:
         return "underflow", _underflow(event)
     has_nan = any(t.nan for t in event.outputs)
     if not event.wide and event.outputs[0].dtype in LOW_NAMES:
-        return (
-            "overflow",
-            f"finite inputs of at most {number(max(t.amax for t in event.inputs))} gave a non-finite result.",
-        )
+        top = number(max(t.amax for t in event.inputs))
+        return "overflow", f"finite inputs of at most {top} gave a non-finite result."
     if not has_nan and event.kernel.split(".")[-1].strip("_").removeprefix("foreach_") in _ENTIRE:
         return "overflow", f"the result is larger than any format holds: {call_at(event)}."
     tried = " and ".join(w.dtype for w in event.wide) or "its own format"
@@ -156,9 +154,8 @@ def _column(event: Event) -> str:
     """Name the column in which a divisor that is shared by all rows is 0."""
     zero = {name for name, value in event.offending if value == 0 and name not in _ADDED}
     width = event.outputs[0].shape[-1:]
-    shared = [
-        t for t in event.inputs if t.name in zero and t.shape[-1:] == width and math.prod(t.shape) == math.prod(width)
-    ]
+    rows = [t for t in event.inputs if t.shape[-1:] == width and math.prod(t.shape) == math.prod(width)]
+    shared = [t for t in rows if t.name in zero]
     if event.site.phase != "forward" or not shared or len(event.outputs[0].shape) < 2 or not event.where:
         return ""
     return f"; column {event.where[-1]} is the same in all rows, or empty: its {shared[0].name} is 0"

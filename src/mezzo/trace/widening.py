@@ -113,6 +113,5 @@ def _follows(first: Call, _: Site, call: Call, known: dict[int, Tensor]) -> bool
 
 
 def _are_close(found: list[Tensor] | None, want: list[Tensor]) -> bool:
-    return found is not None and all(
-        bool(((f - w).abs() <= _CLOSE * w.abs()).all()) for f, w in zip(found, want, strict=True)
-    )
+    pairs = () if found is None else zip(found, want, strict=True)
+    return found is not None and all(bool(((f - w).abs() <= _CLOSE * w.abs()).all()) for f, w in pairs)
