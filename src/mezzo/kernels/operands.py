@@ -139,15 +139,10 @@ def operands(
     readable = set(FORMATS.values()) if own == 0 else {0, own}
     if weights.values[0].device.type != "cpu" and len(set(formats)) > 1:  # one launch reads one format
         readable = {0}
-    if (
-        not readable.issuperset(formats)
-        or not all(map(Tensor.is_contiguous, values))
-        or any(map(Tensor.is_neg, values))
-    ):
-        values = [
-            _readable(weights, index, grad, code in readable)
-            for index, (grad, code) in enumerate(zip(values, formats, strict=True))
-        ]
+    is_walkable = all(map(Tensor.is_contiguous, values)) and not any(map(Tensor.is_neg, values))
+    if not is_walkable or not readable.issuperset(formats):
+        are_read = [code in readable for code in formats]
+        values = [_readable(weights, index, grad, are_read[index]) for index, grad in enumerate(values)]
         formats = _formats(values)
     addresses = array("Q", map(Tensor.data_ptr, values))
     if not layout.sound.issuperset(addresses) and (copies := _copies(layout, weights, values, addresses)):
@@ -368,6 +363,5 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _is_walkable(row: Sequence[Operand]) -> bool:
-    return row[0].tensor.dtype in FORMATS and all(
-        type(one.tensor) in PLAIN and one.tensor.is_contiguous() for one in row
-    )
+    are_whole = all(type(one.tensor) in PLAIN and one.tensor.is_contiguous() for one in row)
+    return are_whole and row[0].tensor.dtype in FORMATS

@@ -75,10 +75,9 @@ def compile_all(folder: Path) -> list[Path]:
     """Compile every kernel for every processor of this machine's kind; none for kinds that have no level here."""
     known = LEVELS if (platform.system(), platform.machine()) == ("Linux", "x86_64") else {}
     folder.mkdir(parents=True, exist_ok=True)
+    pairs = [(source, level) for source in sources() for level in known]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(
-            pool.map(lambda pair: compile_into(folder, *pair), [(s, level) for s in sources() for level in known])
-        )
+        return list(pool.map(lambda pair: compile_into(folder, *pair), pairs))
 
 
 if __name__ == "__main__":

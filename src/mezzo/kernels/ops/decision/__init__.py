@@ -68,16 +68,14 @@ def decide_(vector: Tensor, num: int, *, together: bool, clips: bool) -> None:
         torch.amax(flags.expand(num, -1), 1, out=skipped)
     else:
         early, _, *own, loss, buffers = flags.unbind()
-        unexplained = torch.where(
-            gradients != 0, gradients - gradients, loss
-        )  # spoilt no optimizer's gradients: then all
+        # a loss that spoilt no optimizer's gradients: then all
+        unexplained = torch.where(gradients != 0, gradients - gradients, loss)
         all_skip = torch.stack([early, buffers, unexplained]).amax()
         torch.maximum(torch.stack(own), all_skip, out=skipped)
     if clips:
         norms = vector[at["grad_norm"]].expand(num) if together else vector[at["norms"]]
-        coefs = torch.clamp(
-            (norms + CLIP_EPS).reciprocal() * vector[at["max_norm"]], max=1.0, out=vector[at["clip_coefs"]]
-        )
+        wanted = (norms + CLIP_EPS).reciprocal() * vector[at["max_norm"]]
+        coefs = torch.clamp(wanted, max=1.0, out=vector[at["clip_coefs"]])
         torch.div(vector[at["scale"]], coefs, out=vector[at["divisors"]])
 
 

@@ -170,18 +170,12 @@ for _way, _arguments, _kernel, _memory in (
 
 def fits(x: Tensor, shape: list[int], *weights: Tensor | None) -> bool:
     """Whether a program holds a row, and the addresses of tensors are those of their values; torch objects to wrong operands. Syncs: no."""
-    device = x.device
-    if x.numel() == 0 or math.prod(shape) > LONGEST or list(x.shape[-len(shape) :]) != shape or _is_made_of_others(x):
+    given = [weight for weight in weights if weight is not None]
+    if x.numel() == 0 or math.prod(shape) > LONGEST or list(x.shape[-len(shape) :]) != shape:
         return False
-    for weight in weights:
-        if weight is not None and (
-            list(weight.shape) != shape
-            or not weight.is_contiguous()
-            or weight.device != device
-            or _is_made_of_others(weight)
-        ):
-            return False
-    return True
+    if any([list(one.shape) != shape or not one.is_contiguous() or one.device != x.device for one in given]):
+        return False
+    return not any([_is_made_of_others(one) for one in (x, *given)])
 
 
 def _is_made_of_others(tensor: Tensor) -> bool:

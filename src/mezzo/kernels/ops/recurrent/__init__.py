@@ -169,13 +169,9 @@ def gradients(
     given = [one if again else one.detach().requires_grad_(want) for one, want in zip(operands, wanted, strict=True)]
     with torch.enable_grad():
         found = zip(layer(given, is_reversed), grads, strict=True)
-        pairs = [(out, grad) for out, grad in found if grad is not None]
+        outs, there = zip(*[(out, grad) for out, grad in found if grad is not None], strict=True)
         inputs = [one for one, want in zip(given, wanted, strict=True) if want]
-        got = iter(
-            torch.autograd.grad(
-                [out for out, _ in pairs], inputs, [grad for _, grad in pairs], create_graph=again, allow_unused=True
-            )
-        )
+        got = iter(torch.autograd.grad(outs, inputs, there, create_graph=again, allow_unused=True))
     return [next(got) if want else None for want in wanted]
 
 
