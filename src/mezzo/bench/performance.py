@@ -117,9 +117,9 @@ class Comparison:
     @property
     def outcome(self) -> str:
         """Return "win" or "loss" where the medians and the middle half of the rounds agree, else "tie"."""
-        low, _, high = (
-            statistics.quantiles(self.ratios, n=4, method="inclusive") if self.ratios[1:] else (1.0, 1.0, 1.0)
-        )
+        if len(self.ratios) < 2:
+            return "tie"
+        low, _, high = statistics.quantiles(self.ratios, n=4, method="inclusive")
         return "win" if min(low, self.ratio) > 1 else "loss" if max(high, self.ratio) < 1 else "tie"
 
 
@@ -172,9 +172,8 @@ class _Cell(NamedTuple):
 
 def _cell(result: Result, policy: str, compiled: bool) -> _Cell | None:
     end = "+compile" if compiled else ""
-    bare, kept = (
-        {m.point: m for m in result.measurements if m.variant == name} for name in (policy + end, f"{policy}+keep{end}")
-    )
+    bare = {m.point: m for m in result.measurements if m.variant == f"{policy}{end}"}
+    kept = {m.point: m for m in result.measurements if m.variant == f"{policy}+keep{end}"}
     if not bare and not kept:
         return None
 
@@ -266,10 +265,8 @@ def sentence(folder: Path) -> str:
     low = f" where {emulated[0].plan['dtype']} is emulated, and fp32 alone is faster," if emulated else ""
     said = [(_cpus(native), _kept_beside_rivals(native)), (_cpus(emulated) + low, _kept_beside_rivals(emulated))]
     clauses = "; ".join(f"on {place} {own}" for place, own in said if own)
-    return (
-        " ".join([clauses and f"{_models(chosen)}: {clauses}.", *_beside_fp32(chosen)]).strip()
-        or "No figures are stored yet."
-    )
+    beside_rivals = [f"{_models(chosen)}: {clauses}."] if clauses else []
+    return " ".join([*beside_rivals, *_beside_fp32(chosen)]) or "No figures are stored yet."
 
 
 def _models(results: Sequence[Result]) -> str:
@@ -320,9 +317,8 @@ def _beside_fp32(results: Sequence[Result]) -> list[str]:
         if result.workload == "recipe" and fp32 is not None and fp32.peak_bytes > 0 and master is not None:
             time, memory = master.median / fp32.median, master.peak_bytes / fp32.peak_bytes
             name = label(master).removeprefix("prepare ")
-            return [
-                f"The published amp tutorial takes {time:.2f}x of fp32's time and {memory:.2f}x of its memory under `{name}`."
-            ]
+            costs = f"{time:.2f}x of fp32's time and {memory:.2f}x of its memory"
+            return [f"The published amp tutorial takes {costs} under `{name}`."]
     return []
 
 

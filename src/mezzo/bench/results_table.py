@@ -55,12 +55,8 @@ def label(measurement: Measurement) -> str:
 
 def fastest_rival(result: Result, point: str, *, keeps: bool, compiled: bool) -> Measurement | None:
     """Return the fastest mixed precision of another library at a point, run in the same way; None if none was."""
-    found = [
-        measurement
-        for measurement in result.at(point).values()
-        if (rival := VARIANTS.get(measurement.variant)) is not None
-        and (rival.is_rival, rival.keeps, rival.compiled) == (True, keeps, compiled)
-    ]
+    alike = {v.name for v in VARIANTS.values() if v.is_rival and v.keeps == keeps and v.compiled == compiled}
+    found = [measurement for measurement in result.at(point).values() if measurement.variant in alike]
     return min(found, key=lambda measurement: measurement.median, default=None)
 
 
@@ -186,9 +182,8 @@ def _of_variants(result: Result) -> tuple[Chart, ...]:
 
 def _of_sizes(result: Result, axis: str) -> Chart:
     points = [point for point in points_of(result) if result.rooflines[point].axis == axis]
-    own = dict.fromkeys(
-        m.variant for m in result.measurements if m.variant in VARIANTS and VARIANTS[m.variant].is_mezzo
-    )
+    known = dict.fromkeys(m.variant for m in result.measurements if m.variant in VARIANTS)
+    own = [variant for variant in known if VARIANTS[variant].is_mezzo]
 
     def gain(point: str, variant: str) -> float:
         found = result.at(point).get(variant)
@@ -201,7 +196,7 @@ def _of_sizes(result: Result, axis: str) -> Chart:
         kind="lines" if axis else "bars",
         labels=tuple(f"{result.rooflines[point].value:g}" if axis else point for point in points),
         series=tuple(
-            Series(name=variant, values=found) for variant, found in values.items() if any(map(math.isfinite, found))
+            Series(name=name, values=found) for name, found in values.items() if any(map(math.isfinite, found))
         ),
         unit="x",
     )
