@@ -214,11 +214,9 @@ class CompareReport(Report):
         if m.flaw:
             return f"Not enough seen: {m.flaw}, so nothing can be told of what the policy adds."
         what = "outputs" if m.gradients is None else "gradients"
-        best = (
-            f"best rule: {self.proposals[0].edit} ({_db(self.proposals[0].gain, sign=True)})"
-            if self.proposals
-            else "no single rule brings them nearer"
-        )
+        best = "no single rule brings them nearer"
+        if self.proposals:
+            best = f"best rule: {self.proposals[0].edit} ({_db(self.proposals[0].gain, sign=True)})"
         return f"The {what} agree with fp32 to {_db(m.figure)}, {_percent(m.figure)} off; {best}."
 
 
@@ -287,10 +285,8 @@ def _charts(modules: tuple[ModuleError, ...]) -> list[Block]:
     ):
         points = [(path, a) for path, a in found if a is not None][:_POINTS]
         if points:
-            series = tuple(
-                Series(name=name, values=tuple(getattr(a, name) for _, a in points))
-                for name in ("local", "inherited", "total")
-            )
+            names = ("local", "inherited", "total")
+            series = tuple(Series(name=name, values=tuple(getattr(a, name) for _, a in points)) for name in names)
             labels = tuple(path for path, _ in points)
             charts.append(Chart(title=title, kind="lines", labels=labels, series=series, unit="dB"))
     return charts

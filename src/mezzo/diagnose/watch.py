@@ -258,7 +258,7 @@ class Watch(AbstractContextManager["Watch"]):
             self._rows.count()  # a model that is only run, never trained
         histograms = self._rows.histograms()
         gradients = self._rows.filled[self._first_gradient : self._first_weight]
-        elapsed = time.perf_counter() - self._started
+        elapsed, buffers = time.perf_counter() - self._started, dict(self._model.named_buffers())
         return WatchReport(
             model=type(self._model).__name__,
             policy="" if self._amp is None else str(self._amp.policy),
@@ -274,9 +274,7 @@ class Watch(AbstractContextManager["Watch"]):
             zero=self._num_zero,
             still=self._num_still,
             dead=self._dead(histograms),
-            states=tuple(
-                n for n, b in self._model.named_buffers() if n in self._states and not self._states[n].is_current(b)
-            ),
+            states=tuple(n for n, b in buffers.items() if n in self._states and not self._states[n].is_current(b)),
             unreached=tuple(n for i, (n, _) in enumerate(self._parameters) if not gradients[i]),
         )
 
@@ -296,9 +294,8 @@ class Watch(AbstractContextManager["Watch"]):
         """Return the weights whose every sampled gradient was 0; a table's may be, of rows that nothing looked up. Host only."""
         tables = {id(p) for m in self._model.modules() if isinstance(m, _TABLES) for p in m.parameters()}
         rows = zip(self._parameters, histograms[self._first_gradient :], strict=False)
-        return tuple(
-            n for (n, p), h in rows if p.dim() > 1 and id(p) not in tables and h.zeros and not h.numbers + h.nonfinite
-        )
+        zero = [(n, p) for (n, p), h in rows if h.zeros and not h.numbers and not h.nonfinite]
+        return tuple(n for n, p in zero if p.dim() > 1 and id(p) not in tables)
 
     def close(self) -> None:
         """Stop watching. What was seen stays. Writes: hooks, and `step` of the stepper, as they were."""

@@ -209,10 +209,8 @@ class WatchReport(Report):
         if self.unreached and self.sampled:
             pairs.append(("no gradient", f"{listed(self.unreached)}: in none of the sampled steps"))
         if self.states:
-            what = (
-                f"16-bit buffers that the run wrote: {listed(self.states)}; mezzo.diagnose.trace says whether they move"
-            )
-            pairs.append(("not looked at", what))
+            what = f"16-bit buffers that the run wrote: {listed(self.states)}"
+            pairs.append(("not looked at", f"{what}; mezzo.diagnose.trace says whether they move"))
         warnings = self.warnings
         verdict = f"{len(warnings)} {plural('thing', len(warnings))} to look at." if warnings else self._health()
         blocks: list[Block] = [Pairs(pairs=tuple(pairs)), *(Note(text=text) for text in warnings[:_ROWS])]
@@ -335,6 +333,5 @@ def _skips(steps: tuple[StepRecord, ...]) -> list[Block]:
     if not skipped:
         return []
     rows = tuple((s.step, number(s.scale), s.reason, ", ".join(s.names)) for s in skipped[-_ROWS:])
-    return [
-        Table(title="Skipped steps, the latest last", columns=("step", "scale", "not finite", "parameters"), rows=rows)
-    ]
+    columns = ("step", "scale", "not finite", "parameters")
+    return [Table(title="Skipped steps, the latest last", columns=columns, rows=rows)]

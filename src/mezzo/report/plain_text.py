@@ -55,10 +55,8 @@ def grid(
     for row in rows:
         folded = [_folded(text, size) for text, size in zip(row, widths, strict=True)]
         for parts in zip_longest(*folded, fillvalue=""):
-            cells = (
-                t.rjust(w) if i in right else t.ljust(w) for i, (t, w) in enumerate(zip(parts, widths, strict=True))
-            )
-            yield gap.join(cells).rstrip()
+            sized = enumerate(zip(parts, widths, strict=True))
+            yield gap.join(t.rjust(w) if i in right else t.ljust(w) for i, (t, w) in sized).rstrip()
 
 
 def _folded(text: str, width: int) -> list[str]:
@@ -145,10 +143,9 @@ def _shortened(blocks: Sequence[Block]) -> Iterator[Block]:
 def render_text(document: Document, *, width: int = WIDTH, colour: bool = False, full: bool = False) -> str:
     """Set a document as text, without trailing blanks; `full` adds the details and all rows of tables."""
     document = printable(document)
+    tone = "good" if document.is_good else "bad"
     lines = [_painted(line, "plain", colour) for line in _folded(document.title, width)]
-    lines += [
-        _painted(line, "good" if document.is_good else "bad", colour) for line in _folded(document.verdict, width)
-    ]
+    lines += [_painted(line, tone, colour) for line in _folded(document.verdict, width)]
     for block in (*document.blocks, *document.details) if full else _shortened(document.blocks):
         if isinstance(block, Heading):
             lines += [_painted(line, block.tone, colour) for line in _lines(block, width)]

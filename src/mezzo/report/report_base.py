@@ -81,9 +81,8 @@ class Report:
         """Return what a notebook shows: the page in a frame of its own, or the text where jinja2 is not installed."""
         if not is_there("jinja2"):
             return f"<pre>{escape(str(self))}</pre>"
-        return (
-            f'<iframe srcdoc="{escape(render_page(self.document()))}" style="width:100%;height:36em;border:0"></iframe>'
-        )
+        page = escape(render_page(self.document()))
+        return f'<iframe srcdoc="{page}" style="width:100%;height:36em;border:0"></iframe>'
 
     def to_json(self) -> str:
         """Return the data as JSON text; inf and NaN are written as words."""
