@@ -136,13 +136,8 @@ def run(argv: Sequence[str]) -> int:
                 return UNSEEN
             code = HEALTHY if report.is_healthy else UNSEEN if report.document().is_unseen else FAULTY
         else:
-            traced = trace_script(
-                options.script,
-                options.args,
-                steps=options.steps,
-                stop_at_fault=not options.all,
-                is_module=options.is_module,
-            )
+            how = {"steps": options.steps, "stop_at_fault": not options.all, "is_module": options.is_module}
+            traced = trace_script(options.script, options.args, **how)
             _tell_end(traced)
             report, code = traced.report, _code(traced)
     _print(report, options)

@@ -81,12 +81,8 @@ def run(argv: Sequence[str]) -> int:
     report = measure_device(device, options.budget_s)
     auto = Policy.parse("auto").resolve(device)
     if options.json:
-        found = {
-            "machine": machine,
-            "measured": dataclasses.asdict(report),
-            "auto": str(auto),
-            "advice": advice(report),
-        }
+        measured = dataclasses.asdict(report)
+        found = {"machine": machine, "measured": measured, "auto": str(auto), "advice": advice(report)}
         print(json.dumps(found, indent=1))
     else:
         _print(machine, report, auto)

@@ -60,8 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns the exit code: 0 done, 1 the command's own "no", 2 bad input. Writes: standard output and error.
     """
     _accept_any_text()
-    words = list(sys.argv[1:] if argv is None else argv)
-    words = [*words[1:2], "--help"] if not words or words[0] == "help" else words
+    words = list(sys.argv[1:] if argv is None else argv) or ["help"]
+    if words[0] == "help":
+        words = [*words[1:2], "--help"]
     name, rest = words[0], words[1:]
     if name not in COMMANDS and name not in (*_HELP, *_VERSION):
         print(f"mezzo: unknown command {name!r}.{did_you_mean(name, COMMANDS)}", file=sys.stderr)

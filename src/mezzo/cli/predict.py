@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import BinaryIO
 
 import tyro
@@ -74,8 +74,8 @@ def _batches(stream: BinaryIO, file: str, size: int) -> Iterator[list[str]]:
 
 def _line(text: str, found: Prediction | None, as_json: bool) -> str:
     if as_json:
-        label, probability = (None, None) if found is None else (found.label, found.probability)
-        return json.dumps({"text": text, "label": label, "probability": probability}, ensure_ascii=False)
+        answer = {"label": None, "probability": None} if found is None else asdict(found)
+        return json.dumps({"text": text, **answer}, ensure_ascii=False)
     return "" if found is None else f"{_in_a_column(found.label)}\t{found.probability:.4f}"
 
 

@@ -155,14 +155,11 @@ def _written(path: Path) -> tuple[int, int] | None:
 def _tell_end(config: TrainConfig, nproc: int, before: tuple[int, int] | None, code: int) -> int:
     """Say, on the first rank, of a run that Ctrl-C or SIGTERM ended how to go on. Returns: the exit code it was given."""
     if code in _ENDS and _is_first():
-        goes_on = config.resume or _written(RunFolder(path=config.out).checkpoint) != before
-        ranks = ("--nproc", str(nproc)) if nproc else ()
-        again = shlex.join(["mezzo", "train", "--resume", "--out", str(config.out), *ranks])
-        rest = (
-            f". Go on from the last checkpoint with: {again}"
-            if goes_on
-            else " before its first checkpoint, with nothing to go on from."
-        )
+        rest = " before its first checkpoint, with nothing to go on from."
+        if config.resume or _written(RunFolder(path=config.out).checkpoint) != before:
+            ranks = ("--nproc", str(nproc)) if nproc else ()
+            again = shlex.join(["mezzo", "train", "--resume", "--out", str(config.out), *ranks])
+            rest = f". Go on from the last checkpoint with: {again}"
         print(f"mezzo train: ended by {_ENDS[code]}{rest}", file=sys.stderr)
     return code
 
