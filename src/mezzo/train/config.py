@@ -150,14 +150,10 @@ class TrainConfig:
             _check(value is None or 0 < value < math.inf, f"{name}={value} must be positive and finite.")
         shares = self.dev_share + self.test_share
         _check(shares < 1, f"dev_share={self.dev_share} and test_share={self.test_share} leave no row to learn from.")
-        _check(
-            bool(self.dev_data or self.dev_share),
-            "dev_share=0 leaves no row for evaluation; write a share, or --dev-data.",
-        )
-        _check(
-            self.schedule in SCHEDULES,
-            f"there is no schedule {self.schedule!r}.{did_you_mean(self.schedule, SCHEDULES)}",
-        )
+        has_dev = bool(self.dev_data or self.dev_share)
+        _check(has_dev, "dev_share=0 leaves no row for evaluation; write a share, or --dev-data.")
+        nearest = did_you_mean(self.schedule, SCHEDULES)
+        _check(self.schedule in SCHEDULES, f"there is no schedule {self.schedule!r}.{nearest}")
         _check(
             self.warmup is None or self.schedule != "constant",
             f"warmup={self.warmup} was asked for, and the schedule is constant from its first update. Write "

@@ -84,8 +84,6 @@ def report(truth: Sequence[int], predicted: Sequence[int], labels: Sequence[str]
     """Return precision, recall and F1 of each class, as data and as a table, given the class and the predicted one of each row."""
     from sklearn.metrics import classification_report
 
-    options: dict[str, Any] = {
-        "labels": range(len(labels)), "target_names": list(labels), "zero_division": 0.0, "digits": 4,
-    }  # fmt: skip
+    options = {"labels": range(len(labels)), "target_names": list(labels), "zero_division": 0.0, "digits": 4}
     as_data = classification_report(truth, predicted, output_dict=True, **options)
     return as_data, classification_report(truth, predicted, **options)

@@ -189,9 +189,8 @@ def _run(config: TrainConfig, folder: RunFolder, world: DistContext) -> TrainRes
     torch.manual_seed(config.seed)
     tokenizer = _tokenizer(config, corpus, state)
     model = _model(config, corpus, tokenizer).to(device)
-    train, dev, test = (
-        _encoded(rows, corpus, tokenizer, config.max_length) for rows in (corpus.train, corpus.dev, corpus.test)
-    )
+    parts = (corpus.train, corpus.dev, corpus.test)
+    train, dev, test = (_encoded(rows, corpus, tokenizer, config.max_length) for rows in parts)
     updates = config.epochs * updates_per_epoch(len(train.labels), whole.batch_size)
     updater = Updater(model, policy, config, updates=updates, world=world)
     trainer = Trainer(

@@ -49,10 +49,9 @@ def build_model(config: TrainConfig, labels: Sequence[str], tokenizer: Any) -> n
         **{"attn_implementation": "sdpa", **_label_names(labels)},
     )
     model = BertForSequenceClassification(shape)
+    positions = model.bert.embeddings.position_embeddings.weight
     with torch.no_grad():
-        model.bert.embeddings.position_embeddings.weight.copy_(
-            POSITION_SIZE * sinusoids(config.max_length, config.hidden)
-        )
+        positions.copy_(POSITION_SIZE * sinusoids(config.max_length, config.hidden))
     return model
 
 

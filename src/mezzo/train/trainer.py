@@ -150,12 +150,8 @@ class Trainer:
         own_rows = micro_batches(rows, self._num_micro_batches)[index]
         seed_dropout(device, self._config.seed, self.position.step, index)
         # A rank without rows runs one that does not count: averaging waits for the gradients of all.
-        batch = hide_tokens(
-            self._train.batch(own_rows or rows[:1]),
-            self._config.token_dropout,
-            marks.mask_token_id,
-            marks.all_special_ids,
-        ).to(device)
+        shown, share = self._train.batch(own_rows or rows[:1]), self._config.token_dropout
+        batch = hide_tokens(shown, share, marks.mask_token_id, marks.all_special_ids).to(device)
         mean = F.cross_entropy(logits_of(self._updater.model, batch), cast(Tensor, batch.labels_B))
         return mean * (len(own_rows) / len(rows))
 
@@ -176,10 +172,9 @@ class Trainer:
 
     def _evaluate(self, progress: Progress) -> None:
         world = self._world
+        size = self._config.batch_size
         with nullcontext() if self._average is None else self._average.shown():
-            found = evaluate(
-                self._model, self._dev, batch_size=self._config.batch_size, device=world.device, world=world
-            )
+            found = evaluate(self._model, self._dev, batch_size=size, device=world.device, world=world)
         at = self.position
         at.seconds = time.perf_counter() - self._started
         self._log.add(
