@@ -79,14 +79,14 @@ def num_shards(tensor: Tensor) -> int:
 
 def shard_at(tensor: Tensor) -> tuple[tuple[bool, ...], int, int]:
     """Return in which dimensions of its mesh a tensor is cut, which part lies here, and of how many; ((), 0, 1) of one that is no DTensor. Host only."""
-    index, count, cut = 0, 1, []
-    if is_dtensor(tensor):
-        cut = [not placement.is_replicate() for placement in tensor.placements]
-        for is_cut, size, here in zip(
-            cut, tensor.device_mesh.shape, tensor.device_mesh.get_coordinate() or (), strict=True
-        ):
-            index, count = (index * size + here, count * size) if is_cut else (index, count)
-    return tuple(cut), index, count
+    if not is_dtensor(tensor):
+        return (), 0, 1
+    index, count, mesh = 0, 1, tensor.device_mesh
+    cut = tuple(not placement.is_replicate() for placement in tensor.placements)
+    for is_cut, size, here in zip(cut, mesh.shape, mesh.get_coordinate() or (), strict=True):
+        if is_cut:
+            index, count = index * size + here, count * size
+    return cut, index, count
 
 
 def global_offset(tensor: Tensor) -> int:

@@ -197,9 +197,8 @@ def layout_of(weights: Weights, moments: Mapping[str, Sequence[Tensor]]) -> Layo
     kinds = [{one.tensor.dtype for one in row if one.name in moments} for row in rows]
     dtype = next((one.tensor.dtype for row in rows for one in row if one.name in moments), torch.float32)
     # Weights that share memory are stepped one after the other, as by torch.
-    shared = overlaps(
-        (*span_of(row[0].tensor), index) for index, row in enumerate(rows) if type(row[0].tensor) in PLAIN
-    )
+    plain = [(index, row[0].tensor) for index, row in enumerate(rows) if type(row[0].tensor) in PLAIN]
+    shared = overlaps((*span_of(tensor), index) for index, tensor in plain)
     overlapping = {index for both in shared for index in both}
     walks = [
         index not in overlapping and kind <= {dtype} and dtype in (torch.float32, torch.bfloat16) and _is_walkable(row)

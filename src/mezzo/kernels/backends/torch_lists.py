@@ -118,9 +118,8 @@ def _taken(operands: Operands, indices: Sequence[int]) -> Operands:
     own, grads = operands.weights, operands.grads
     if len(indices) == len(own.values):
         return operands
-    weights = replace(
-        own, values=[own.values[i] for i in indices], aux=[own.aux[i] for i in indices] if own.aux else []
-    )
+    aux = [own.aux[i] for i in indices] if own.aux else []
+    weights = replace(own, values=[own.values[i] for i in indices], aux=aux)
     moments = {name: [held[i] for i in indices] for name, held in operands.moments.items()}
     return Operands(weights=weights, moments=moments, grads=replace(grads, values=[grads.values[i] for i in indices]))
 

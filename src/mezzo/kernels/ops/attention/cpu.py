@@ -36,9 +36,8 @@ def backward(
         check_read("attention", name, tensor, key.shape if name in ("key", "value") else query.shape, torch.bfloat16)
     check_read("attention", "log-sum-exp", logsumexp, query.shape[:3], torch.float32)
     rows = [one if one.stride(-1) == 1 else one.contiguous() for one in named.values()]
-    grads = [
-        torch.empty_like(one.transpose(1, 2), memory_format=torch.contiguous_format) for one in (query, key, value)
-    ]
+    turned = [one.transpose(1, 2) for one in (query, key, value)]
+    grads = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in turned]
     rows += [one.transpose(1, 2) for one in grads]
     added = None if mask is None else _by_key(mask, (batch, heads, keys, queries))
     strides = [stride for one in rows for stride in one.stride()[:3]] + list(logsumexp.stride())

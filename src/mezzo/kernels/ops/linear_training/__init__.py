@@ -96,9 +96,8 @@ class _Linear(torch.autograd.Function):
         check_read("a linear layer", "weight", weight, of_weight, dtype)
         check_read("a linear layer", "gradient", grad, (*of_input[:-1], of_weight[0]), torch.bfloat16)
         operands = grad.contiguous(), input.contiguous(), weight.contiguous()
-        found: tuple[Tensor | None, ...] = compiled("linear_training").backward(
-            *operands, needs_input, ctx.of_bias if needs_bias else None
-        )
+        of_bias = ctx.of_bias if needs_bias else None
+        found: tuple[Tensor | None, ...] = compiled("linear_training").backward(*operands, needs_input, of_bias)
         return found
 
 
