@@ -262,17 +262,15 @@ def _three(a: Agreement | None) -> tuple[Cell, Cell, Cell]:
 
 
 def _modules(ranking: tuple[ModuleError, ...]) -> Table:
-    rows = tuple(
-        (m.path, m.cls, *_three(m.forward), _three(m.backward)[0], _three(m.weights)[0]) for m in ranking[:_SHOWN]
-    )
+    shown = ranking[:_SHOWN]
+    rows = tuple((m.path, m.cls, *_three(m.forward), _three(m.backward)[0], _three(m.weights)[0]) for m in shown)
     columns = ("module", "class", "local", "inherited", "total", "backward local", "weight gradient local")
     return Table(title="", columns=columns, rows=rows)
 
 
 def _ops(ranking: tuple[OpError, ...]) -> Table:
-    rows = tuple(
-        (op.op, op.phase, op.dtype, op.path, short_line(op.frame), *_three(op.agreement)) for op in ranking[:_SHOWN]
-    )
+    shown = ranking[:_SHOWN]
+    rows = tuple((o.op, o.phase, o.dtype, o.path, short_line(o.frame), *_three(o.agreement)) for o in shown)
     columns = ("op", "phase", "type", "module", "line", "local", "inherited", "total")
     return Table(title="", columns=columns, rows=rows)
 

@@ -131,9 +131,8 @@ def trace_script(
             f"the {'module' if is_module else 'script'} {name!r} cannot be run: {first_line(error)}. "
             "Give the name of a module, as python -m takes it, or the path of a script without -m."
         )
-    return ScriptRun(
-        report=_most_telling(trace.report, children), error=error, stopped=stopped, children=tuple(children)
-    )
+    report = _most_telling(trace.report, children)
+    return ScriptRun(report=report, error=error, stopped=stopped, children=tuple(children))
 
 
 def _raised_in(error: BaseException) -> str:

@@ -128,16 +128,14 @@ def _of_kernels(a: Run, b: Run) -> MismatchFinding | None:
     x, y = (op, None) if side == "a" else (None, op)
     if op.local == float("inf"):
         return _parting("overflow", op, x, y, f"{side} holds inf or NaN in {op.dtype} where fp64 is finite")
-    return _parting(
-        "kernel", op, x, y, f"{side} is {op.local:.2g} off on the values it was given, rounding explains {op.bound:.2g}"
-    )
+    what = f"{side} is {op.local:.2g} off on the values it was given, rounding explains {op.bound:.2g}"
+    return _parting("kernel", op, x, y, what)
 
 
 def _parting(cause: Cause, op: OpRun, a: OpRun | None, b: OpRun | None, what: str) -> MismatchFinding:
     frame = next((o.frame for o in (a, b) if o is not None and o.frame is not None), None)
-    return MismatchFinding(
-        cause=cause, op=op.label, module=op.site.module, frame=frame, what=what, a=place_of(a), b=place_of(b)
-    )
+    places = {"a": place_of(a), "b": place_of(b)}
+    return MismatchFinding(cause=cause, op=op.label, module=op.site.module, frame=frame, what=what, **places)
 
 
 def place_of(op: OpRun | None) -> OpPlace | None:

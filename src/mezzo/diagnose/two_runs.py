@@ -230,9 +230,8 @@ def _of_compiled(
     if found:
         node = found[0]
         op, module, frame = node.op, node.module, node.frame
-        what = (
-            f"compiled, {side} is {node.local:.2g} off on the values it was given, rounding explains {node.bound:.2g}"
-        )
+        given = f"on the values it was given, rounding explains {node.bound:.2g}"
+        what = f"compiled, {side} is {node.local:.2g} off {given}"
     elif names[index].startswith("gradient"):
         op, module, frame = "backward", names[index].removeprefix("gradient of ").rpartition(".")[0], None
         what = f"compiled, the {names[index]} in {side} is {error:.2g} off, rounding explains {bound:.2g}; its forward is right"

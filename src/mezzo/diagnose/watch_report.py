@@ -142,9 +142,8 @@ class WatchReport(Report):
             if h.nonfinite and (t.kind != "gradient" or is_all_taken):
                 texts.append(f"{t.kind} {t.name}: {h.nonfinite} of {seen} sampled values are inf or NaN.")
             if t.kind == "gradient" and (flushed := h.flushed(fmt)) > _WARN_SHARE:
-                texts.append(
-                    f"gradient {t.name}: {flushed:.0%} of the numbers are 0 in {self.compute} at this loss scale."
-                )
+                share = f"{flushed:.0%} of the numbers"
+                texts.append(f"gradient {t.name}: {share} are 0 in {self.compute} at this loss scale.")
             if t.kind == "gradient" and _underflows(h, self.compute):
                 texts.append(
                     f"gradient {t.name}: underflow: {h.zeros / seen:.0%} are 0 and the others reach down to 2^{h.lowest}, the end of "
@@ -320,9 +319,8 @@ def _history(steps: tuple[StepRecord, ...]) -> list[Block]:
     )
     labels = tuple(str(s.step) for s in shown)
     losses = Series(name="loss", values=tuple(math.nan if s.loss is None else s.loss for s in shown))
-    charts: list[Block] = [
-        Chart(title="Loss scale and gradient norm over steps", kind="lines", labels=labels, series=series, unit="log2")
-    ]
+    title = "Loss scale and gradient norm over steps"
+    charts: list[Block] = [Chart(title=title, kind="lines", labels=labels, series=series, unit="log2")]
     if any(math.isfinite(value) for value in losses.values):
         charts.append(Chart(title="Loss over steps", kind="lines", labels=labels, series=(losses,), unit="loss"))
     return charts
