@@ -220,9 +220,8 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             self.lints.clip(site, self.context.loss_scale)
 
     def _follow(self, call: Call, site: Site, bad: list[Tensor]) -> None:
-        sources = [
-            s for s in call.inputs if (bad or self._causes.get(call.original(s[1])) is not None) and not is_finite(s[1])
-        ]
+        asked = [s for s in call.inputs if bad or self._causes.get(call.original(s[1])) is not None]
+        sources = [s for s in asked if not is_finite(s[1])]
         causes = NO_CAUSE.union(*(self._causes.get(call.original(t)) or NO_CAUSE for _, t in sources))
         if sources and site.phase == "forward" and self._fp64.is_too_large(call):
             self.events = [replace(e, followers=(*e.followers, site)) if e.index in causes else e for e in self.events]

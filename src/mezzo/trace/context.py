@@ -335,9 +335,8 @@ class OpMode(DispatchMode):
         self.context.modules.install()
         try:
             with warnings.catch_warnings(), run_eagerly(), self.context.names, self:
-                warnings.filterwarnings(
-                    "ignore", message=".*when there are global hooks on modules"
-                )  # of compiled models
+                # of compiled models
+                warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
                 yield
         finally:
             self.context.modules.remove()

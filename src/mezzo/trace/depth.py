@@ -163,10 +163,10 @@ def _beyond_fp32(event: Event, sizes: Iterable[Size]) -> Trend | None:
         if kind != "output" or step != event.site.step or bad is None or not _is_on_the_way(event, pattern, bad):
             continue
         values = [_in_fp32(s) if s.nonfinite else s.amax for s in chain]
-        finite = [v for v in itertools.takewhile(math.isfinite, values)]
-        if not LAYERS <= len(finite) < len(chain) or (
-            math.isnan(values[len(finite)]) and chain[len(finite)].reference is None
-        ):
+        finite = list(itertools.takewhile(math.isfinite, values))
+        if not LAYERS <= len(finite) < len(chain):
+            continue
+        if math.isnan(values[len(finite)]) and chain[len(finite)].reference is None:
             continue
         logs = [_log(v) for v in finite]
         if (logs[-1] - logs[0]) / (len(logs) - 1) >= PER_LAYER and _is_steady(logs, PER_LAYER / 2):
@@ -195,19 +195,12 @@ def _ends(event: Event, pattern: str, rest: list[Size]) -> bool:
     if rest:
         return _is_on_the_way(event, pattern, rest[0])
     parts = event.site.module.split(".")
-    return any(
-        (pattern, int(part)) in _patterns(".".join(parts[: n + 1])) for n, part in enumerate(parts) if part.isdecimal()
-    )
+    numbered = ((".".join(parts[: n + 1]), int(part)) for n, part in enumerate(parts) if part.isdecimal())
+    return any((pattern, number) in _patterns(name) for name, number in numbered)
 
 
 def _is_on_the_way(event: Event, pattern: str, bad: Size) -> bool:
     """Say whether an event lies in the first bad layer of a chain, or in the module that runs the chain."""
-    module = event.site.module
-    above = pattern.partition("*")[0].rstrip(".")
-    return (
-        module == bad.name
-        or module.startswith(f"{bad.name}.")
-        or module == above
-        or above.startswith(f"{module}.")
-        or not module
-    )
+    module, above = event.site.module, pattern.partition("*")[0].rstrip(".")
+    is_inside = module == bad.name or module.startswith(f"{bad.name}.")
+    return is_inside or not module or module == above or above.startswith(f"{module}.")

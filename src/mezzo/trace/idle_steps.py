@@ -162,9 +162,8 @@ class IdleSteps:
         self._rates[optimizer] = max(rate, self._rates.get(optimizer, 0.0))
         name = type(optimizer).__name__
         self._still[optimizer] = self._still[optimizer] + 1 if rate <= _NO_RATE * self._rates[optimizer] else 0
-        self._count(
-            "zero-gradients", optimizer, self._zero or site, f"every parameter of {name}", self._zero is not None
-        )
+        zero, every = self._zero, f"every parameter of {name}"
+        self._count("zero-gradients", optimizer, zero or site, every, zero is not None)
         if optimizer in self._is_sum:
             self._count("uncleared-gradients", optimizer, site, name, self._is_sum.pop(optimizer))
         kept = next((p for p in parameters(optimizer) if self._stamp(p)[0]), None)

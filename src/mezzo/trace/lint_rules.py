@@ -181,9 +181,8 @@ class LintWatch:
             return
         line = str(site.frame)
         given = [t for _, t in call.inputs if t.shape == low.shape and t.dtype is low.dtype]
-        state, found = next(
-            ((t, s) for t in given if (s := self._sums.get(call.original(t))) and s.line == line), (low, None)
-        )
+        sums = ((t, self._sums.get(call.original(t))) for t in given)
+        state, found = next(((t, s) for t, s in sums if s is not None and s.line == line), (low, None))
         if found is None or (found.wide is not None and found.wide.shape != low.shape):
             self._sums.note(low, _RunningSum(line))
             return

@@ -273,9 +273,8 @@ class UpdateWatch:
         """Note a lost update: how many elements it meant to change, and how many of them it left. Host only."""
         intended, lost = counts
         dtype = dtype_name(tensor.dtype)
-        self.lost.append(
-            LostUpdate(name=name, dtype=dtype, optimizer=optimizer, intended=intended, lost=lost, site=site)
-        )
+        update = LostUpdate(name=name, dtype=dtype, optimizer=optimizer, intended=intended, lost=lost, site=site)
+        self.lost.append(update)
 
 
 def _counts(meant: Tensor, now: Tensor, before: Tensor) -> tuple[int, int]:

@@ -101,9 +101,8 @@ def rerun(call: Call, given: Given | None = None) -> list[Tensor]:
     facts, (args, kwargs) = call.facts, given or call.given
     if is_collective(facts.kernel):
         raise NotImplementedError(f"{facts.kernel} waits for other ranks, and is not run again.")
-    args = tuple(
-        tree_map(_clone, a) if name in facts.writes else a for name, a in zip(facts.arguments, args, strict=False)
-    )
+    named = zip(facts.arguments, args, strict=False)
+    args = tuple(tree_map(_clone, a) if name in facts.writes else a for name, a in named)
     kwargs = {name: tree_map(_clone, a) if name in facts.writes else a for name, a in kwargs.items()}
     with torch.no_grad(), without_autocast(), random_state.kept() if facts.draws else nullcontext():
         out = call.func(*args, **kwargs)

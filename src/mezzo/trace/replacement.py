@@ -55,9 +55,8 @@ def _quotients(divisor: Tensor, low: float, is_count: bool) -> Iterator[Replacem
             yield Replacement("x / y.clamp(min=1)", lambda x, y: x / y.clamp(min=1), 2)
         yield Replacement(f"x / y.clamp(min={low:g})", lambda x, y: x / y.clamp(min=low), 2)
     else:
-        yield Replacement(
-            f"x / torch.where(y.abs() < {low:g}, {low:g}, y)", lambda x, y: x / torch.where(y.abs() < low, low, y), 2
-        )
+        text = f"x / torch.where(y.abs() < {low:g}, {low:g}, y)"
+        yield Replacement(text, lambda x, y: x / torch.where(y.abs() < low, low, y), 2)
 
 
 def _powers(operands: OpInputs, low: float) -> Iterator[Replacement]:
