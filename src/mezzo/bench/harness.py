@@ -60,9 +60,8 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
 
     def __init__(self, job: Mapping[str, Any], *, talks: bool = False, source: Path | None = None) -> None:
         self.variant: str = job["variant"]
-        self._file = tempfile.NamedTemporaryFile(
-            "w+", prefix=f"mezzo-bench-{self.variant}-", suffix=".log", delete=False
-        )
+        prefix = f"mezzo-bench-{self.variant}-"
+        self._file = tempfile.NamedTemporaryFile("w+", prefix=prefix, suffix=".log", delete=False)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "mezzo.bench.worker"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None if talks else self._file, text=True,

@@ -248,10 +248,10 @@ def _in_short(rows: Mapping[_Row, Mapping[str, _Cell]]) -> str:
     table = [("workload", *columns, PEAK), ("---", *["---:"] * (len(columns) + 1))]
     for name in dict.fromkeys(row.workload for row in rows if not row.compiled):
         beside = [rows.get(_Row(name, policy, compiled=False), {}) for policy in policies]
-        told = [
-            [cells[column].as_recommended if column in cells else MISSING for cells in beside] for column in columns
-        ]
-        joined = [MISSING if {*one} == {MISSING} else ", ".join(one) for one in told]
+        joined = []
+        for column in columns:
+            told = [cells[column].as_recommended if column in cells else MISSING for cells in beside]
+            joined.append(MISSING if {*told} == {MISSING} else ", ".join(told))
         table.append((name, *joined, _peak(cell for cells in beside for cell in cells.values())))
     every = [[cells[column] for cells in rows.values() if column in cells] for column in columns]
     counts = [_counts([one for cell in cells for way in cell.ways for one in way]) for cells in every]

@@ -191,13 +191,12 @@ def _of_sizes(result: Result, axis: str) -> Chart:
         return rival.median / found.median if found and rival else math.nan
 
     values = {variant: tuple(gain(point, variant) for point in points) for variant in own}
+    series = tuple(Series(name=name, values=found) for name, found in values.items() if any(map(math.isfinite, found)))
     return Chart(
         title=f"{title(result)}: times as fast as the fastest rival, by {axis or 'point'}",
         kind="lines" if axis else "bars",
         labels=tuple(f"{result.rooflines[point].value:g}" if axis else point for point in points),
-        series=tuple(
-            Series(name=name, values=found) for name, found in values.items() if any(map(math.isfinite, found))
-        ),
+        series=series,
         unit="x",
     )
 

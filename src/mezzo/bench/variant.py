@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from importlib import util
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -54,6 +54,11 @@ class Variant:
         if is_low and self.enabled:
             return dtype_name(dtype)
         return "tf32" if self.tf32 else "fp32"
+
+    def plus(self, name: str, summary: str, **changes: bool) -> Variant:
+        """Return this variant with something else turned on, which its name and summary end in."""
+        changed: Any = {"name": f"{self.name}+{name}", "summary": f"{self.summary}, {summary}", **changes}
+        return replace(self, **changed)
 
     @property
     def is_mezzo(self) -> bool:
@@ -142,19 +147,13 @@ _EAGER = (
         optimizer="torchao",
     ),
 )
-_CAPTURED = tuple(
-    replace(one, name=f"{one.name}+capture", summary=f"{one.summary}, the step a CUDA graph", captured=True)
-    for one in _EAGER
-    if one.policy
-)
-_KEPT = tuple(
-    replace(one, name=f"{one.name}+keep", summary=f"{one.summary}, freed memory kept", keeps=True) for one in _EAGER
-)
+_CAPTURED = tuple(one.plus("capture", "the step a CUDA graph", captured=True) for one in _EAGER if one.policy)
+_KEPT = tuple(one.plus("keep", "freed memory kept", keeps=True) for one in _EAGER)
 VARIANTS: dict[str, Variant] = {
     variant.name: variant
     for one in (*_EAGER, *_KEPT)
-    for variant in (one, replace(one, name=f"{one.name}+compile", summary=f"{one.summary}, compiled", compiled=True))
-} | {variant.name: variant for variant in _CAPTURED}
+    for variant in (one, one.plus("compile", "compiled", compiled=True))
+} | {one.name: one for one in _CAPTURED}
 
 
 def find_variant(name: str, device: torch.device) -> Variant:
