@@ -20,6 +20,7 @@ from .config import TrainConfig
 from .model import quiet
 
 _KEYS = {"launch", "config", "labels", "fingerprint", "tokenizer", "position", "step", "schedule", "average"}
+_SHUT = (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError, FileNotFoundError)
 FORMAT = 2
 """Rises when older checkpoints can no longer be read."""
 
@@ -35,11 +36,9 @@ def writing(path: Path) -> Iterator[None]:
         cause = error if isinstance(error, OSError) else error.__context__
         reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else first_line(error)
         kept = "; the one before it is kept" if path.exists() and not isinstance(cause, NotADirectoryError) else ""
-        is_shut = isinstance(
-            cause, PermissionError | NotADirectoryError | IsADirectoryError | FileExistsError | FileNotFoundError
-        )
-        room = "Make room or choose another --out, then go on with --resume."
-        advice = "Name a folder that can be written with --out." if is_shut else room
+        advice = "Make room or choose another --out, then go on with --resume."
+        if isinstance(cause, _SHUT):
+            advice = "Name a folder that can be written with --out."
         raise CheckpointError(f"cannot write {path}: {reason}{kept}. {advice}") from error
 
 

@@ -89,9 +89,8 @@ class LabelMap:
         found = []
         for row in rows:
             if row.label not in self.by_label:
-                raise DataError(
-                    f"the data has the label {row.label!r}, which the label map lacks.{did_you_mean(row.label, self.by_label)}"
-                )
+                nearest = did_you_mean(row.label, self.by_label)
+                raise DataError(f"the data has the label {row.label!r}, which the label map lacks.{nearest}")
             found.append(Row(text=row.text, label=self.by_label[row.label]))
         return found
 
@@ -123,10 +122,9 @@ def _json_pairs(path: Path, text: str) -> list[tuple[str, str]]:
         return [(str(index), name) for index, name in enumerate(found)]
     if isinstance(found, dict) and all(type(index) is int for index in found.values()):
         by_index = sorted((index, name) for name, index in found.items())
-        if [index for index, _ in by_index] != list(range(len(by_index))):
-            raise DataError(
-                f"the label map {path} has the indexes {[i for i, _ in by_index]}; they must be 0, 1, 2, ..."
-            )
+        indexes = [index for index, _ in by_index]
+        if indexes != list(range(len(by_index))):
+            raise DataError(f"the label map {path} has the indexes {indexes}; they must be 0, 1, 2, ...")
         return [(str(index), name) for index, name in by_index]
     if isinstance(found, dict) and all(isinstance(name, str) for name in found.values()):
         return list(found.items())

@@ -47,9 +47,8 @@ class Lines(Progress):
         """Print a line, now and then. Writes: standard error."""
         smoothed = self._smoothed.add(loss)
         if self._every and (step == 1 or step % self._every == 0 or step == self._total):
-            self.note(
-                f"update {step}/{self._total}: loss {loss:.4f}, smoothed {smoothed:.4f}, lr {lr:.3g}, scale {scale:g}"
-            )
+            numbers = f"loss {loss:.4f}, smoothed {smoothed:.4f}, lr {lr:.3g}, scale {scale:g}"
+            self.note(f"update {step}/{self._total}: {numbers}")
 
     def note(self, text: str) -> None:
         """Print a line. Writes: standard error."""

@@ -177,13 +177,12 @@ class Trainer:
             found = evaluate(self._model, self._dev, batch_size=size, device=world.device, world=world)
         at = self.position
         at.seconds = time.perf_counter() - self._started
-        self._log.add(
-            kind="evaluation", step=at.step, loss=found.loss, accuracy=found.accuracy, seconds=round(at.seconds, 3)
-        )
+        numbers = {"loss": found.loss, "accuracy": found.accuracy}
+        self._log.add(kind="evaluation", step=at.step, **numbers, seconds=round(at.seconds, 3))
         if found.accuracy > at.best_accuracy:
             at.best_accuracy, at.best_step = found.accuracy, at.step
             self._save_best()
-        self._track(at.step, {"dev/loss": found.loss, "dev/accuracy": found.accuracy})
+        self._track(at.step, {f"dev/{name}": number for name, number in numbers.items()})
         progress.note(
             f"update {at.step}/{self.total}: dev accuracy {found.accuracy:.4f}, dev loss {found.loss:.4f}, "
             f"{at.skipped} skipped, {at.seconds:.0f} s"
