@@ -44,9 +44,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", metavar="MODULE:FUNCTION",
                         help="look at the (model, batch) or (model, batch, loss_fn) that a function returns")  # fmt: skip
     parser.add_argument("--policy", help="the policy for --model; default: auto, or bf16 where that is fp32")
-    parser.add_argument(
-        "-m", dest="is_module", action="store_true", help="the script is a module, as python -m takes it"
-    )
+    parser.add_argument("-m", dest="is_module", action="store_true",
+                        help="the script is a module, as python -m takes it")  # fmt: skip
     parser.add_argument("script", nargs="?", help="path of the script")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
     return parser

@@ -72,9 +72,8 @@ def ops(*, table: Literal["torch", "mezzo"] = "torch", device: Device = "cpu", a
     if as_json:
         print(_json_text([{**asdict(row), "rule": str(row.rule)} for row in rows]))
         return 0
-    _print_table(
-        ("op", "rule", "reason", "instead"), [(row.op, str(row.rule), row.reason, row.instead or "") for row in rows]
-    )
+    cells = [(row.op, str(row.rule), row.reason, row.instead or "") for row in rows]
+    _print_table(("op", "rule", "reason", "instead"), cells)
     return 0
 
 

@@ -43,9 +43,8 @@ def _options(default: TrainConfig) -> Any:
     tyro would dress up the error of a config that checks itself; unchecked, the error is the config's own sentence.
     """
     kinds = get_type_hints(TrainConfig)
-    fields: list[Any] = [
-        (f.name, kinds[f.name], field(default=getattr(default, f.name))) for f in dataclasses.fields(default)
-    ]
+    names = [f.name for f in dataclasses.fields(default)]
+    fields: list[Any] = [(name, kinds[name], field(default=getattr(default, name))) for name in names]
     own = [("json", bool, False), ("nproc", int, 0), ("max_restarts", int, 0)]
     made = make_dataclass("Options", [*fields, *own], frozen=True, kw_only=True)
     made.__doc__ = (TrainConfig.__doc__ or "").replace(
