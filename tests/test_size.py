@@ -15,8 +15,8 @@ import pytest
 
 SRC = Path(__file__).parents[1] / "src" / "mezzo"
 KINDS = ("code", "docstring", "comment", "blank")
-FILES_AT_MOST, LINES_AT_MOST = 263, 47_078
-LONGER = {"_torch.py": 613}
+FILES_AT_MOST, LINES_AT_MOST = 263, 46_995
+LONGER = {"_torch.py": 604}
 """Files that may have more than 400 lines: all private names of torch stand in one."""
 _NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER,

@@ -101,11 +101,8 @@ def take_loaded_masters_(optimizer: torch.optim.Optimizer, undo: ExitStack) -> N
     Writes: weights that are 16-bit ones, widened; state, which loses its aux entries, with a word in the log where they do not fit. Syncs: yes.
     """
     held = parameters(optimizer) if is_torchs(optimizer) else []
-    fits = [
-        _take_loaded_(p, optimizer.state[p], mode, undo)
-        for p in held
-        if (mode := mode_of_state(optimizer.state.get(p, {})))
-    ]
+    modes = {p: mode_of_state(optimizer.state.get(p, {})) for p in held}
+    fits = [_take_loaded_(p, optimizer.state[p], mode, undo) for p, mode in modes.items() if mode]
     if lost := fits.count(False):
         _log.warning(
             "%d masters in the state of %s were saved beside other weights than the model's, or torch cast them, and are dropped. Load model and "
