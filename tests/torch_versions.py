@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 
@@ -17,3 +19,5 @@ warns_of_breaks = pytest.mark.filterwarnings(
     "ignore:Dynamo does not know how to trace:UserWarning", "ignore:The .grad attribute of a Tensor:UserWarning"
 )
 """torch 2.11: its compiler breaks the graph at a region that it cannot trace, and warns of that and of its own look at `.grad`."""
+ADAGRAD_STARTS_LATE = "len(state)" in inspect.getsource(torch.optim.Adagrad._init_group)
+"""torch 2.11: Adagrad has a state for the parameters it was made with alone, and takes a step count of plain numbers only where all are."""

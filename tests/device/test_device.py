@@ -16,12 +16,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.torch_versions import TORCH
 
 from .names import CHECKS, GRAPH_CHECKS, OPTIMIZERS, PRESETS, RUNS, STEPS
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None, reason="no C++ compiler to build the simulated accelerator with"
 )
+LOOPS = ("a_layer_norm_with_fp32_weights_is_three_launches", "a_layer_norm_by_triton_is_seen_by_a_trace")
 OutputOnce = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -80,6 +82,8 @@ def test_flags_that_land_late_are_waited_for_once_a_step(case: str, runs: dict[s
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_an_accelerator(name: str, output_once: OutputOnce) -> None:
+    if TORCH < (2, 12) and name in LOOPS:
+        pytest.skip("torch 2.11: the interpreter of its Triton cannot count a loop with the numpy of today")
     done = output_once("checks")
     assert f"held {name}\n" in done.stdout, done.stderr[-4000:]
 

@@ -197,8 +197,17 @@ def _way(rank: int, world: int, case: str) -> str:
     return "trained"
 
 
+def _makes_streams() -> bool:
+    try:
+        return isinstance(torch.Stream(), torch.Stream)
+    except RuntimeError:
+        return False
+
+
 @pytest.mark.parametrize("case", _WAYS)
 def test_what_goes_its_own_way_is_refused(case: str) -> None:
+    if case == "mixed_precision" and not _makes_streams():
+        pytest.skip("torch built for CUDA makes no stream where there is no GPU, and this DDP wants one")
     found = run if case != "static" else _fresh
     assert found(2, _way, case) == [_WAYS[case]] * 2
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tests.fuzz.program import Program, Train, drawn, shrunk
 from tests.fuzz.run import difference
+from tests.torch_versions import ADAGRAD_STARTS_LATE
 
 import mezzo
 
@@ -24,7 +25,8 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_generated_programs(chunk: int) -> None:
     for seed in range(chunk, PROGRAMS, CHUNKS):
         program = drawn(seed)
-        assert not difference(program), program
+        if ADAGRAD_STARTS_LATE or program.optimizer != "torch.Adagrad" or "replace head" not in program.events:
+            assert not difference(program), program
 
 
 def planted_clip(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from tests.casting.test_attention import (
     prepared,
 )
 from tests.step.step_models import Dtypes
+from tests.torch_versions import traces_regions
 from torch import Tensor, nn
 
 from mezzo.casting import AttentionMode
@@ -277,6 +278,7 @@ def test_a_prepared_model_takes_it_inside_a_checkpoint_too(
     assert calls.count == 2
 
 
+@traces_regions
 @needs_products
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
@@ -352,6 +354,7 @@ def test_fp16_and_a_region_without_rules_leave_it_alone(monkeypatch: pytest.Monk
     assert calls.count == 0
 
 
+@traces_regions
 @needs_products
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_a_compiled_model_whose_sizes_vary_takes_it_with_a_mask_too(monkeypatch: pytest.MonkeyPatch) -> None:

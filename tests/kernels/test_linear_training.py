@@ -354,7 +354,8 @@ def test_hooks_that_give_back_something_else_are_refused_before_anything_is_read
     "grad", [torch.zeros(32, 64), torch.zeros(32, 62, dtype=BF16), torch.zeros(32, 64, dtype=BF16, device="meta")]
 )
 def test_a_gradient_that_is_not_that_of_the_result_is_refused(grad: Tensor) -> None:
-    node = linear(*operands((32, 64, 64))).grad_fn
+    out = linear(*operands((32, 64, 64)))
+    node = out.grad_fn
     assert node is not None
     with torch.no_grad(), pytest.raises(OperandError, match="of a linear layer cannot be computed: its gradient"):
         node.apply(grad)  # type: ignore[attr-defined]  # of every autograd function

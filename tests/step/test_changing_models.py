@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.step.step_models import Net, batch, mse
+from tests.torch_versions import ADAGRAD_STARTS_LATE
 from torch import Tensor, nn
 
 import mezzo
@@ -316,6 +317,8 @@ class TestMemoryThatDataSwaps:
             with pytest.raises(StepError, match=words):
                 self.take(amp, 13)
         assert all(torch.equal(value, before[name]) for name, value in amp.model.state_dict().items())
+        if kind is torch.optim.Adagrad and not ADAGRAD_STARTS_LATE:
+            return
         amp.optimizers[0].state.pop(amp.model[0].weight)
         for _ in range(2):
             assert self.take(amp, 13)

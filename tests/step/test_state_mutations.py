@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.step.step_models import Net, assert_same, batch, everything, mse
+from tests.torch_versions import ADAGRAD_STARTS_LATE
 
 import mezzo
 from mezzo.errors import ConfigError, MezzoError
@@ -171,6 +172,8 @@ def numbers(state: Any) -> list[Path]:
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_every_number_is_loaded_and_trains_or_is_refused(name: str) -> None:
+    if name == "torch.Adagrad" and not ADAGRAD_STARTS_LATE:
+        pytest.skip("torch 2.11: its Adagrad takes a step count that is a plain number only where all are")
     for policy in (FP16, "fp16") if name.startswith("torch") else ("bf16-master",):
         amp, other = made(name, policy), made(name, policy)
         given = copy.deepcopy(other.state_dict())

@@ -313,7 +313,7 @@ class MasterOptimizer(KeepsMasters):
     def init_state(self, group: Mapping[str, Any], param: Tensor, state: dict[str, Any]) -> None:
         """Add to the state of a parameter what its first step begins with and is not there: a count of 0, moments of 0, aux state. Syncs: no."""
         names = self.moment_names(group)
-        if "step" not in state or (self.counts_moments and not state.keys() >= set(names)):
+        if "step" not in state or (self.counts_moments and any(name not in state for name in names)):
             check_masters(group)
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
         for name in names:
