@@ -68,7 +68,6 @@ def prepared(model: nn.Module, x: Tensor, path: Path) -> mezzo.StepResult:
     sentences: tuple[str, ...] = amp.load_state_dict({**amp.state_dict(), **amp.state_dict(weights=False)})
     weights: dict[str, Tensor] = amp.export_weights(torch.float16)
     print(shown, read, sentences, weights, amp.report(strict=True), amp.optimizers, step)
-    print(len(sentences), mezzo.errors.plural("sentence", len(sentences)))
     with mezzo.keep_memory() as kept:
         print(kept.is_kept, kept.why_not)
     leave()

@@ -50,13 +50,11 @@ def check_floats(model: nn.Module, policy: Policy) -> None:
     doubles = [name for name, p in model.named_parameters() if policy.is_low and p.dtype is torch.float64]
     if wide := [name for name in doubles if _precision_at(model, policy, name) not in FP32_RULES]:
         part = wide[0].rpartition(".")[0]
-        rule = (
-            f", or {write_module_rule(ModuleRule(pattern=part, precision=Rule.FP32))!r} for a part that is to stay fp64"
-        )
+        kept = part and write_module_rule(ModuleRule(pattern=part, precision=Rule.FP32))
         raise PolicyError(
             f"{len(wide)} of {len(params)} parameters are fp64 ({listed(wide)}), which is never cast, so their ops would "
             f"not run in {dtype_name(policy.compute) if policy.compute else '16 bit'}. "
-            f"Write model.float() before prepare, or policy='fp32'{rule if part else ''}."
+            f"Write model.float() before prepare, or policy='fp32'{part and f', or {kept!r} for a part that is to stay fp64'}."
         )
 
 

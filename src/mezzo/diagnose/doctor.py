@@ -95,13 +95,13 @@ def trace_script(
 
     Writes: what the script writes.
     """
-    path = as_path("trace_script", "path", path)
-    name, is_module = str(path), as_flag("trace_script", "is_module", is_module)
+    is_module = as_flag("trace_script", "is_module", is_module)
+    name = path if is_module and isinstance(path, str) else str(as_path("trace_script", "path", path))
     check_given("trace_script", "arguments", arguments, list | tuple, "a list of words")
     if not (steps is None or is_count(steps, 1)):
         raise ConfigError(f"trace_script was given steps={shown(steps)}; give a whole number of at least 1, or None.")
-    if not is_module and not path.is_file():
-        raise DataError(f"no script at {str(path)!r}; give the path of a Python file.")
+    if not is_module and not Path(name).is_file():
+        raise DataError(f"no script at {name!r}; give the path of a Python file.")
     stopped = ""
 
     def on_reached(trace: Trace) -> None:

@@ -40,8 +40,11 @@ class MastersFollow:
         self._root = weakref.ref(model)
         self._restored: dict[Tensor, int] = {}
         self._is_off = False
-        before = [part.register_load_state_dict_pre_hook(_Inert(self._before)) for part in model.modules()]  # type: ignore[no-untyped-call]
-        after = [part.register_load_state_dict_post_hook(_Inert(self._after)) for part in model.modules()]  # type: ignore[no-untyped-call]
+        parts = [
+            part for part in model.modules() if not isinstance(part, torch.jit.ScriptModule)
+        ]  # which takes no hooks
+        before = [part.register_load_state_dict_pre_hook(_Inert(self._before)) for part in parts]  # type: ignore[no-untyped-call]
+        after = [part.register_load_state_dict_post_hook(_Inert(self._after)) for part in parts]  # type: ignore[no-untyped-call]
         own = [one for one in map(local_optimizer, optimizers) if keeps_masters(one)]
         notes = [_Inert(partial(_note, weakref.ref(one), self._restored)) for one in own]
         restored = [one.register_load_state_dict_post_hook(note) for one, note in zip(own, notes, strict=True)]
