@@ -117,7 +117,8 @@ DOORS: dict[str, tuple[Callable[[Any], object], set[str]]] = {
     "next_state(config)": (lambda v: next_state(STATE, True, v), set()),
     "next_state(state.scale)": (lambda v: next_state(LossScale(scale=v), 0, CONFIG).scale is None, {*NUMBERS, "tensor of 1"} - {"True"}),
     "LossScale.start": (lambda v: LossScale.start(v), set()),
-    "LossScale.to": (lambda v: STATE.to(v), set()),
+    # A number is a device of the accelerator that torch was built for, here or not.
+    "LossScale.to": (lambda v: STATE.to("no device" if isinstance(v, int) else v), set()),
     "parse_dtype": (parse_dtype, set()),
     "ulp": (ulp, {"no tensor", "tensor of 1", "tensor", "meta"}),
     "native_support(dtype)": (lambda v: native_support("cpu", v), set()),
