@@ -38,9 +38,9 @@ def original(model: nn.Module, optimizers: Sequence[Optimizer]) -> Original:
 
 
 def remember_attributes(model: nn.Module, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
-    """Return a function that gives a model its hooks back, and optimizers class, options, state and hooks. Host only."""
+    """Return a function that gives the modules of a model their hooks back, and optimizers class, options, state and hooks. Host only."""
     were = [(one, type(one), dict(vars(one))) for inner in optimizers for one in {inner, local_optimizer(inner)}]
-    hooks = [value for name, value in vars(model).items() if name.endswith("_hooks")]
+    hooks = [value for module in model.modules() for name, value in vars(module).items() if name.endswith("_hooks")]
     found = _held_in([*hooks, *(value for _, _, attributes in were for value in attributes.values())], 3)
     contents = [(held, dict(held) if isinstance(held, dict) else list(held)) for held in found]
 
