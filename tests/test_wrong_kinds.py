@@ -13,10 +13,12 @@ import torch
 from torch import nn
 
 import mezzo
+import mezzo.train
 from mezzo.errors import ConfigError, MezzoError, PolicyError, as_flag, check_given
 from mezzo.formats import native_support, parse_dtype, ulp
 from mezzo.loss_scale import LossScale, has_nonfinite, next_state, unscale_
 from mezzo.policy import ModuleRule
+from mezzo.train import parameter_groups
 
 
 class Rude:
@@ -64,6 +66,11 @@ def optimizer() -> torch.optim.Optimizer:
 def prepared() -> mezzo.Stepper:
     model = nn.Linear(2, 1)
     return mezzo.prepare(model, torch.optim.AdamW(model.parameters()), "bf16-master")
+
+
+def backward(inputs: Any) -> None:
+    amp = prepared()
+    amp.backward(amp.model(torch.ones(1, 2)).sum(), inputs=inputs)
 
 
 def master_weights() -> mezzo.optim.MasterWeights:
@@ -139,6 +146,13 @@ DOORS: dict[str, tuple[Callable[[Any], object], set[str]]] = {
     "amp.zero_grad": (lambda v: prepared().zero_grad(v), FLAGS),
     "amp.state_dict": (lambda v: prepared().state_dict(weights=v), FLAGS),
     "amp.report": (lambda v: prepared().report(v), FLAGS),
+    "amp.backward(inputs)": (lambda v: backward(inputs=v), {"None"}),
+    "amp.grad": (lambda v: prepared().grad(torch.ones(1, requires_grad=True).sum(), v), set()),
+    "GradScaler(device)": (lambda v: mezzo.GradScaler("no device" if isinstance(v, int) else v), {"None"}),
+    "fully_shard": (lambda v: mezzo.distributed.fully_shard(v, "bf16"), set()),
+    "plan_shards(units)": (lambda v: mezzo.distributed.plan_shards(nn.Linear(2, 1), mezzo.Policy(), [v]), set()),
+    "parameter_groups": (lambda v: parameter_groups(v, 0.1), set()),
+    "train.run": (mezzo.train.run, set()),
     "record(twice_every)": (lambda v: mezzo.record(prepared(), "r", twice_every=v), {"0"}),
     "watch(every)": (lambda v: mezzo.diagnose.watch(prepared(), every=v), {"int"}),
     "named_function": (mezzo.diagnose.named_function, set()),

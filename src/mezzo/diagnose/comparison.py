@@ -103,9 +103,7 @@ def _gradient_errors(each: list[tuple[str, Tally]], every: Tally) -> tuple[Gradi
     whole = every.noise[2]
     return tuple(
         GradientError(
-            name=name,
-            total=_agreement(tally).total,
-            share=tally.noise[2] / whole if 0 < whole < math.inf else math.nan,
+            name=name, total=_agreement(tally).total, share=tally.noise[2] / whole if 0 < whole < math.inf else math.nan
         )
         for name, tally in each
     )
@@ -172,12 +170,7 @@ def _usable_scale(model: nn.Module, batch: Any, loss_fn: LossFn | None, policy: 
 
 
 def compare(
-    model: nn.Module,
-    batch: Any,
-    loss_fn: LossFn | None = None,
-    policy: PolicyLike = "auto",
-    *,
-    tries: int = 8,
+    model: nn.Module, batch: Any, loss_fn: LossFn | None = None, policy: PolicyLike = "auto", *, tries: int = 8
 ) -> CompareReport:
     """Run one step under a policy and, beside each op, in fp32; name what costs most accuracy and what restores it.
 
@@ -220,9 +213,4 @@ def compare(
         return measure(model, batch, loss_fn, Policy.parse(f"{chosen}, {edit}"), scale)
 
     proposals, tried = try_edits(found, again, 0 if found.flaw else tries)
-    return CompareReport(
-        model=type(model).__name__,
-        measurement=found,
-        proposals=tuple(proposals),
-        tried=tuple(tried),
-    )
+    return CompareReport(model=type(model).__name__, measurement=found, proposals=tuple(proposals), tried=tuple(tried))

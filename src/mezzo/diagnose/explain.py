@@ -293,12 +293,7 @@ def _step(model: nn.Module, batch: Any, loss_fn: LossFn | None, scale: float) ->
 
 
 def explain(
-    model: nn.Module,
-    batch: Any,
-    policy: PolicyLike = "auto",
-    *,
-    loss_fn: LossFn | None = None,
-    budget_s: float = 0.5,
+    model: nn.Module, batch: Any, policy: PolicyLike = "auto", *, loss_fn: LossFn | None = None, budget_s: float = 0.5
 ) -> Explanation:
     """Say what a policy runs in which precision, what its casts cost, and whether it pays on this device.
 

@@ -19,7 +19,7 @@ from .._torch import (
     unreduced_grads,
     wrap_replicas,
 )
-from ..errors import DistributedError, PolicyError, listed
+from ..errors import DistributedError, PolicyError, check_given, listed
 from ..formats import FP8, LOW_DTYPES, dtype_name
 from ..kernels import is_dtensor
 from ..policy import Policy, PolicyLike, as_policy, names_around
@@ -68,6 +68,7 @@ def fully_shard(
     """
     from torch.distributed.fsdp import OffloadPolicy, fully_shard
 
+    check_given("fully_shard", "model", model, nn.Module, "a model", PolicyError)
     chosen = as_policy(policy)
     _check_traffic(chosen)
     home = next((p.device for p in model.parameters()), torch.device("cpu"))

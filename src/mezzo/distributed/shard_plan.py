@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from ..errors import PolicyError, listed
+from ..errors import PolicyError, check_given, kind_of, listed
 from ..formats import LOW_DTYPES, dtype_name
 from ..policy import FP32_RULES, Policy, Rule, is_cast_at_use, is_matmul_like, names_around
 
@@ -121,11 +121,17 @@ def plan_shards(model: nn.Module, policy: Policy, units: Iterable[nn.Module] = (
         units: modules to gather as a whole, such as the layers of a transformer; none inside another.
 
     Raises:
-        PolicyError: weights that cannot be told apart by module would have to be gathered differently, or units share one.
+        PolicyError: a unit that is no module of the model; weights that cannot be told apart by module would have to be gathered differently, or units share one.
     """
+    check_given("plan_shards", "model", model, nn.Module, "a model", PolicyError)
     modules = dict(model.named_modules())
     fqns = {module: fqn for fqn, module in modules.items()}
-    names = [fqns[unit] for unit in units if unit in fqns]
+    given = list(units) if isinstance(units, Iterable) else [units]
+    if strangers := [unit for unit in given if not isinstance(unit, nn.Module) or unit not in fqns]:
+        raise PolicyError(
+            f"units has {kind_of(strangers[0])}, which is no module of this model; give some of model.modules()."
+        )
+    names = [fqns[unit] for unit in given]
     homes: dict[str, list[_OwningModule]] = {name: [] for name in (*names, "")}
     owners = _owners(policy, modules)
     for owner in owners:

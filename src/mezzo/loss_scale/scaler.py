@@ -14,6 +14,7 @@ from torch.optim.optimizer import Optimizer
 
 from .._torch import ScalerStage, is_capturing, is_fused, new_optimizer_state, tree_map
 from ..errors import LossScaleExhausted, MasterError, PolicyError, ScalerArgumentError, ScalerError, as_flag
+from ..formats import as_device
 from ..policy import ScalingConfig
 from . import grad_checks, messages
 from .fused import StepScaling, parameters, step_scaled
@@ -72,7 +73,8 @@ class GradScaler(TorchNames):
         dynamic: bool = True,
     ) -> None:
         enabled = as_flag("GradScaler", "enabled", enabled, ScalerArgumentError)
-        if enabled and isinstance(device, str) and device == "cuda" and not torch.cuda.is_available():
+        kind = as_device("cpu" if device is None else device).type
+        if enabled and kind == "cuda" and not torch.cuda.is_available():
             warnings.warn(
                 'GradScaler("cuda") found no CUDA device and is disabled: losses and gradients pass through unscaled. '
                 'Write GradScaler("cpu") to scale losses on the CPU.',

@@ -129,6 +129,10 @@ def check_inputs(call: str, inputs: Any) -> list[Tensor]:
         raise StepError(
             f"{call} was given inputs of {what}: write a tensor that the loss was made of, or a list of some."
         )
+    if still := [index for index, one in enumerate(found) if isinstance(one, Tensor) and not one.requires_grad]:
+        raise StepError(
+            f"{call} was given inputs of which number {still[0]} has requires_grad=False: call requires_grad_() on it before the forward, or leave it out."
+        )
     return found
 
 

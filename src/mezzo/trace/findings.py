@@ -253,7 +253,7 @@ def _of_trend(record: TraceRecord, trend: Trend) -> Finding:
         why=str(trend),
         fix=Fix(
             advice="normalise between layers, add residual paths, or scale the initial weights; "
-            "no precision and no loss scale repairs this.",
+            "no precision and no loss scale repairs this."
         ),
         steps=(trend.step,),
     )
@@ -286,7 +286,7 @@ def _of_flushed(record: TraceRecord, is_faulty: bool) -> list[Finding]:
                 "bf16, which has the range of fp32."
                 if worst.loss_scale > 1 or any(x.what == "scaler" for x in record.lints)
                 else f"scale the loss: a loss scale of {number(wanted)} keeps them, and torch.amp.GradScaler or "
-                "mezzo.GradScaler find it; or use bf16, which has the range of fp32.",
+                "mezzo.GradScaler find it; or use bf16, which has the range of fp32."
             ),
             reached=tuple(f"gradient {name}" for name in gone),
             flush=flush,

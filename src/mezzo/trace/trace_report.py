@@ -97,11 +97,7 @@ class TraceReport(Report):
         details += _charts(r.sizes, step)
         details += _annotated(r.lines, self.findings)
         return Document(
-            title=title,
-            verdict=self._verdict(),
-            is_good=self.is_healthy,
-            blocks=tuple(blocks),
-            details=tuple(details),
+            title=title, verdict=self._verdict(), is_good=self.is_healthy, blocks=tuple(blocks), details=tuple(details)
         )
 
     def _verdict(self) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .. import keep_memory, prepare
-from ..errors import CheckpointError, ConfigError, listed
+from ..errors import CheckpointError, ConfigError, check_given, listed
 from .checkpoint import check_same_run, check_whole, load_checkpoint, reading, write_json, writing
 from .config import TrainConfig
 from .data import Corpus, load_corpus
@@ -171,6 +171,7 @@ def run(config: TrainConfig) -> TrainResult:
 
     Writes: the run's folder, standard error, torch's global random state. Syncs: yes.
     """
+    check_given("run", "config", config, TrainConfig, "a TrainConfig")
     with join(config.device) as world, keep_memory():
         folder = RunFolder(path=config.out)
         return _run(_restarted(config, folder, world), folder, world)

@@ -14,7 +14,7 @@ from urllib.request import getproxies
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError, first_line
+from ..errors import ConfigError, check_given, first_line
 from .config import TrainConfig
 from .train_result import RunFolder
 
@@ -115,6 +115,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
     Source: Devlin et al. 2019, appendix A.2, as the reference code has it.
     """
+    check_given("parameter_groups", "model", model, nn.Module, "a model")
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},

@@ -108,9 +108,7 @@ class Recipe(Workload):
         return (
             Phase(name="forward", flops=sum(products), moved_bytes=width * (weights + activations)),
             Phase(
-                name="backward",
-                flops=2 * sum(products) - products[0],
-                moved_bytes=width * (2 * weights + activations),
+                name="backward", flops=2 * sum(products) - products[0], moved_bytes=width * (2 * weights + activations)
             ),
             Phase(name="update", moved_bytes=(width + 8) * weights),
         )

@@ -15,11 +15,7 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 class _SGDStruct(ctypes.Structure):
     """struct SGD of cpu.cpp."""
 
-    _fields_ = (
-        ("weight_decay", ctypes.c_float),
-        ("momentum", ctypes.c_float),
-        ("nesterov", ctypes.c_int32),
-    )
+    _fields_ = (("weight_decay", ctypes.c_float), ("momentum", ctypes.c_float), ("nesterov", ctypes.c_int32))
 
 
 def _pack(rule: SGDRule) -> _SGDStruct:
