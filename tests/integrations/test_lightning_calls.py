@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging, GradientAccumulationScheduler
 from tests.integrations.test_lightning import Module, loader, pytestmark, trainer
 
 import mezzo
+from mezzo.integrations.lightning import MezzoPrecision
 
 __all__ = ["pytestmark"]
 
@@ -55,3 +57,8 @@ def test_log_lines_are_in_lightnings_words(tmp_path: Path, caplog: pytest.LogCap
     with caplog.at_level(logging.WARNING, "mezzo"):
         fit.fit(Module("bf16-master"), loader())
     assert "plugin.stepper.export_weights()" in caplog.text and "amp." not in caplog.text
+
+
+def test_two_precisions_are_told_by_their_names(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"plugins=MezzoPrecision\('bf16-master, \*\.norm=fp32'\)"):
+        Trainer(precision="bf16-mixed", plugins=MezzoPrecision("bf16-master, *.norm=fp32"), default_root_dir=tmp_path)

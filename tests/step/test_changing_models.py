@@ -171,6 +171,15 @@ class TestReplacedParameters:
             assert take(amp)
         assert not torch.equal(model.outer.weight.float(), was.float())
 
+    def test_weights_that_are_assigned_are_told_what_writes_them(self) -> None:
+        model = Net()
+        amp = mezzo.prepare(model, torch.optim.AdamW(model.parameters()), "bf16")
+        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+        with pytest.raises(
+            StepError, match=r"copy_\(\) under torch\.no_grad\(\), as load_state_dict does without assign=True"
+        ):
+            take(amp)
+
     def test_one_that_is_frozen_or_in_no_module_is_nobodys_business(self) -> None:
         """The optimizer has a parameter of no module, without a gradient, and the model one that nobody steps, with one."""
         model = Net()

@@ -57,6 +57,9 @@ class MezzoPrecision(Precision):
         self._wrap: Callable[[], nn.Module | None] = lambda: None
         self._undo = ExitStack()
 
+    def __repr__(self) -> str:
+        return f"MezzoPrecision({str(self._adapter.policy)!r})"
+
     @property
     def stepper(self) -> Stepper:
         """What `mezzo.prepare` made, once training has begun."""

@@ -158,7 +158,7 @@ def refuse_replaced(model: nn.Module, had: Mapping[Tensor, str]) -> None:
         raise StepError(
             f"{listed(new)} {'is' if len(new) == 1 else 'are'} not what the optimizer was given: since then another nn.Parameter took the "
             "place, and has gradients that no optimizer steps. Give it to optimizer.add_param_group({'params': [...]}), or write the values "
-            "into the old one by copy_() under torch.no_grad(). Nothing was changed."
+            "into the old one by copy_() under torch.no_grad(), as load_state_dict does without assign=True. Nothing was changed."
         )
 
 
