@@ -164,7 +164,7 @@ def _check_gradient(weights: Weights, index: int, grad: Tensor) -> None:
     reason = "of another shape" if grad.shape != weight.shape else ""
     reason = reason or ("" if grad.is_floating_point() else "of no floating dtype") or misplaced(grad, weight)
     if reason:
-        raise Operand(weights.label(index), "gradient", grad).refuse(weight, reason)
+        raise Operand(weights.param_name(index), "gradient", grad).refuse(weight, reason)
 
 
 def _readable(weights: Weights, index: int, grad: Tensor, is_readable: bool) -> Tensor:
@@ -295,7 +295,7 @@ def _rows(weights: Weights, moments: Mapping[str, Sequence[Tensor]]) -> Iterator
     """Yield everything that a step writes, for each weight: itself, its aux state, its moments."""
     named = {AUX_STATE[weights.mode]: weights.aux, **moments} if weights.mode in AUX_STATE else moments
     for index, value in enumerate(weights.values):
-        owner = weights.label(index)
+        owner = weights.param_name(index)
         yield [Operand(owner, "weight", value), *(Operand(owner, name, held[index]) for name, held in named.items())]
 
 

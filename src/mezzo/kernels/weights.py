@@ -33,7 +33,7 @@ class Weights:
         seeds: of the random bits of each, in [0, 2**32); any where nothing is rounded stochastically.
         offsets: of each, the index of its first element in the whole tensor of which it is a part, for the random bits; empty
             if each is whole.
-        labels: what errors call each; empty for its number.
+        param_names: what errors call each; empty for its number.
         places: where the elements of one weight belong that is many end to end, which it stands for; None if each is one.
     """
 
@@ -42,12 +42,12 @@ class Weights:
     aux: Sequence[Tensor]
     seeds: Sequence[int]
     offsets: Sequence[int] = ()
-    labels: Sequence[str] = ()
+    param_names: Sequence[str] = ()
     places: EndToEnd | None = None
 
-    def label(self, index: int) -> str:
+    def param_name(self, index: int) -> str:
         """Return what errors call a weight."""
-        return self.labels[index] if self.labels else f"parameter {index}"
+        return self.param_names[index] if self.param_names else f"parameter {index}"
 
     def offset(self, index: int) -> int:
         """Return the index of a weight's first element in the whole of which it is a part; 0 if it is one itself."""

@@ -16,6 +16,7 @@ from .accumulation import stamps_of as stamps_of
 from .accumulation import without as without
 from .fused import StepScaling as StepScaling
 from .fused import handing as handing
+from .fused import param_names as param_names
 from .fused import parameters as parameters
 from .grad_checks import say_hooked as say_hooked
 from .scale_state import LastStep as LastStep

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, cast
 
@@ -91,3 +91,9 @@ def parameters(optimizer: Optimizer) -> list[Tensor]:
     if not hasattr(optimizer, "param_groups"):
         raise ScalerError(f"an optimizer is wanted, and {kind_of(optimizer)} was given; give one that was made.")
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def param_names(groups: Sequence[Mapping[str, Any]], offset: int = 0) -> list[str]:
+    """Return what errors call the parameters of groups: their names where an optimizer was given names, else their numbers. Host only."""
+    names = [name for group in groups for name in group.get("param_names", ())]
+    return names or [f"parameter {offset + index}" for index in range(sum(len(group["params"]) for group in groups))]

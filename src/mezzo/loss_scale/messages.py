@@ -11,7 +11,7 @@ from .._torch import is_fused
 from ..errors import listed
 from ..formats import describe
 from ..policy import ScalingConfig
-from .fused import parameters
+from .fused import param_names, parameters
 from .grad_tracker import GradTracker
 from .state import LossScale
 from .unscale import real_values
@@ -80,12 +80,8 @@ def names(optimizer: Optimizer) -> list[str]:
     >>> names(torch.optim.SGD([torch.zeros(2, 3)]))
     ['parameter 0 (fp32[2,3] cpu)']
     """
-    labels: list[str] = []
-    for group in optimizer.param_groups:
-        known: Sequence[str | None] = group.get("param_names") or [None] * len(group["params"])
-        for param, name in zip(group["params"], known, strict=True):
-            labels.append(f"{name or f'parameter {len(labels)}'} ({describe(param)})")
-    return labels
+    named = zip(param_names(optimizer.param_groups), parameters(optimizer), strict=True)
+    return [f"{name} ({describe(param)})" for name, param in named]
 
 
 def about(optimizer: Optimizer, indices: Sequence[int], verdict: str) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..errors import ConfigError, MasterError, MezzoError, as_flag, did_you_mean, first_line, kind_of, listed, shown
 from ..formats import LARGEST, LOW_DTYPES, describe, dtype_name, is_number, is_one_of, number_of
 from ..kernels import registry
+from ..loss_scale import param_names
 from ..policy import Master
 
 STATE_DTYPES = (torch.float32, torch.bfloat16)
@@ -157,8 +158,8 @@ def check_seed(seed: object) -> None:
 def check_masters(group: Mapping[str, Any]) -> None:
     """Refuse, by a MasterError, 16-bit trainable parameters without a master mode that exists for them; a ConfigError as `_check_own`."""
     _check_own(group)
-    names = group.get("param_names") or [f"parameter {index}" for index in range(len(group["params"]))]
-    trainable = [(name, p) for name, p in zip(names, group["params"], strict=True) if p.requires_grad]
+    named = zip(param_names([group]), group["params"], strict=True)
+    trainable = [(name, p) for name, p in named if p.requires_grad]
     low = [f"{name} {describe(p)}" for name, p in trainable if p.dtype in LOW_DTYPES]
     if low and group["master"] in (None, "none"):
         raise MasterError(

@@ -18,7 +18,7 @@ from .._torch import has_load_hooks
 from ..errors import ConfigError, OperandError, check_given
 from ..formats import LOW_DTYPES, describe, dtype_name
 from ..kernels import AUX_STATE, check_shape, give_master_, is_dtensor, like_dtensor, local, read_master, store_master
-from ..loss_scale import parameters
+from ..loss_scale import param_names, parameters
 from ..policy import Master
 from .saved_state import check_saved, each_entry, is_torchs
 
@@ -164,11 +164,9 @@ def own_state(
     return {"step": count.clone(), **{name: held.to(param.device, dtype).clone() for name, held in moments.items()}}
 
 
-def label_of(optimizer: torch.optim.Optimizer, param: Tensor) -> str:
-    """Return what errors call a parameter: its name where the optimizer was given names, else its number. Host only."""
-    names = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
-    number = next((number for number, p in enumerate(parameters(optimizer)) if p is param), 0)
-    return names[number] if names else f"parameter {number}"
+def _name_of(optimizer: torch.optim.Optimizer, param: Tensor) -> str:
+    index = next(index for index, p in enumerate(parameters(optimizer)) if p is param)
+    return param_names(optimizer.param_groups)[index]
 
 
 def checked_masters(optimizer: Any, masters: Any) -> dict[Tensor, Master]:
@@ -180,7 +178,7 @@ def checked_masters(optimizer: Any, masters: Any) -> dict[Tensor, Master]:
         if not isinstance(master, Tensor) or _kind(master) != _kind(param):
             _refuse_master(optimizer, param, master, ": write the value that it stands for, as a dense tensor in fp32.")
         if master.shape != param.shape:
-            check_shape(label_of(optimizer, param), "master", master, param)
+            check_shape(_name_of(optimizer, param), "master", master, param)
         here, there = local(param.detach()), local(master)
         if here.is_cpu and there.is_cpu and bool((there.isnan() & ~here.isnan()).any()):  # looked for on the host alone
             _refuse_master(
@@ -190,7 +188,7 @@ def checked_masters(optimizer: Any, masters: Any) -> dict[Tensor, Master]:
 
 
 def _refuse_master(optimizer: Any, param: Tensor, master: object, why: str) -> NoReturn:
-    raise OperandError(f"set_masters_() got {describe(master)} for {label_of(optimizer, param)}{why}")
+    raise OperandError(f"set_masters_() got {describe(master)} for {_name_of(optimizer, param)}{why}")
 
 
 def _kind(tensor: Tensor) -> tuple[object, ...]:
@@ -203,7 +201,7 @@ def check_shapes(optimizer: Any, params: Iterable[Tensor]) -> None:
         mode, aux = optimizer.aux_state(p)
         for name, held in (("gradient", p.grad), (AUX_STATE.get(mode, ""), aux)):
             if held is not None and held.shape != p.shape:
-                check_shape(label_of(optimizer, p), name, held, p)
+                check_shape(_name_of(optimizer, p), name, held, p)
 
 
 def report(clauses: Iterable[str]) -> None:

@@ -24,6 +24,7 @@ from ..kernels import (
     param_seed,
 )
 from ..kernels.operands import Operand
+from ..loss_scale import param_names
 from .checks import check_count
 from .optimizer_state import mode_of, moment_dtype
 
@@ -63,7 +64,7 @@ class Active:
     """A parameter with a gradient, and its index in its group."""
 
     index: int
-    label: str
+    name: str
     param: Tensor
     grad: Tensor
     state: dict[str, Any]
@@ -77,18 +78,18 @@ class Active:
         """
         if not torch.compiler.is_compiling() and (self.param.is_conj() or self.param.is_neg()):
             reason = "a view that is conjugated or negated when it is read"
-            raise Operand(self.label, "weight", self.param).refuse(self.param, reason)
-        check_shape(self.label, "gradient", self.grad, self.param)
-        check_count(self.label, self.state.get("step", 0))
+            raise Operand(self.name, "weight", self.param).refuse(self.param, reason)
+        check_shape(self.name, "gradient", self.grad, self.param)
+        check_count(self.name, self.state.get("step", 0))
         gone = [name for name in moments if name not in self.state and name != _LATER]
         if gone and float(self.state.get("step", 0)) > 0:
             raise ConfigError(
-                f"the state of {self.label} counts steps and has no {gone[0]}, which would begin at 0 as if it had taken none. Delete "
+                f"the state of {self.name} counts steps and has no {gone[0]}, which would begin at 0 as if it had taken none. Delete "
                 "optimizer.state[parameter] to begin anew, or load the whole state."
             )
-        for name, held in self.state.items():
-            if name != "step" and isinstance(held, Tensor):
-                check_shape(self.label, name, held, self.param)
+        for key, held in self.state.items():
+            if key != "step" and isinstance(held, Tensor):
+                check_shape(self.name, key, held, self.param)
 
 
 @dataclass(slots=True, eq=False)
@@ -117,10 +118,10 @@ class GroupStep:
 
     def active(self, states: Mapping[Tensor, dict[str, Any]]) -> list[Active]:
         """Return the parameters that have a gradient, with the state that is there. Host only."""
-        labels = [label for group in self.groups for label in group.get("param_names", ())]
+        each = zip(param_names(self.groups, self.offset), self.params, self.grads, strict=True)
         return [
-            Active(index, labels[index] if labels else f"parameter {self.offset + index}", p, grad, states.get(p, {}))
-            for index, (p, grad) in enumerate(zip(self.params, self.grads, strict=True))
+            Active(index, name, p, grad, states.get(p, {}))
+            for index, (name, p, grad) in enumerate(each)
             if grad is not None
         ]
 
@@ -149,7 +150,7 @@ def _batch(step: GroupStep, active: Sequence[Active]) -> ParamBatch:
         aux=aligned([state[AUX_STATE[mode]] for state in states], orders) if mode in AUX_STATE else [],
         seeds=[param_seed(group["rounding_seed"], step.offset + one.index) if is_random else 0 for one in active],
         offsets=[global_offset(p) for p in params] if is_random and any_dtensor(params) else [],
-        labels=[one.label for one in active],
+        param_names=[one.name for one in active],
     )
     moments = {name: aligned([state[name] for state in states], orders) for name in step.names}
     step_counts, array = _bind_counts(states, params[0].device)
