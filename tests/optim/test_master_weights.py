@@ -149,7 +149,7 @@ def test_masters_take_no_memory_between_steps(mode: str) -> None:
     got = wrapped(torch.optim.AdamW, {}, torch.bfloat16, mode)
     for grads in gradients(params_of(got), 2, torch.bfloat16):
         feed(got, grads)
-        assert all(m.numel() == 0 and m.grad is None for m in got.masters.stand_ins.values())
+        assert all(m.numel() == 0 and m.grad is None for m in got.masters.fp32_params.values())
     names = {"kahan": "compensation", "split": "remainder"}
     aux = sum(entry[names[mode]].nbytes for entry in got.state.values() if mode in names)
     assert aux == (2 * sum(p.numel() for p in params_of(got)) if mode in names else 0)
@@ -287,7 +287,7 @@ def test_fp32_parameters_pass_through_and_their_gradients_come_back() -> None:
     assert wide.tolist() == half.tolist() == [0.75] * 3
     assert wide.grad is aux
     assert aux.tolist() == [8.0] * 3
-    assert list(got.masters.stand_ins) == [half]
+    assert list(got.masters.fp32_params) == [half]
     assert got.master(wide).data_ptr() == wide.data_ptr()
 
 
@@ -297,7 +297,7 @@ def test_a_frozen_parameter_is_left_alone_until_it_thaws() -> None:
     got = MasterWeights(torch.optim.AdamW([p, q], lr=0.1))
     q.grad = torch.ones_like(q)
     got.step()
-    assert list(got.masters.stand_ins) == [q]
+    assert list(got.masters.fp32_params) == [q]
     p.requires_grad_(True)
     p.grad = torch.ones_like(p)
     got.step()

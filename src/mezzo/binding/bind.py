@@ -100,25 +100,30 @@ def _spell(precisions: tuple[Precision, Precision]) -> str:
     return "the compute dtype" if precision is None else str(precision).removeprefix("torch.")
 
 
-def _bind_one(module: nn.Module, binding: Binding, own: Precision, around: Precision, *, is_root: bool) -> None:
-    if isinstance(module, torch.jit.ScriptModule):
-        if own is not None or is_root:
-            raise PolicyError(
-                f"a policy cannot be bound to a ScriptModule ({class_names(module)[0]}): its forward is compiled "
-                "already. Prepare the module before torch.jit.script, or use torch.compile."
-            )
-        return
+def _refuse_unbindable(module: nn.Module, is_ruled: bool, is_low: bool) -> None:
+    """Refuse, by a PolicyError, a module whose forward no policy can reach, `is_ruled` if it is the root or has a rule of its own."""
+    if is_ruled and isinstance(module, torch.jit.ScriptModule):
+        raise PolicyError(
+            f"a policy cannot be bound to a ScriptModule ({class_names(module)[0]}): its forward is compiled "
+            "already. Prepare the module before torch.jit.script, or use torch.compile."
+        )
     if is_graphed(module.__dict__.get("forward")):
         raise PolicyError(
             f"a policy cannot be bound to what torch.cuda.make_graphed_callables made of a {class_names(module)[0]}: it replays "
             "a graph that was captured without it. Prepare the model as it was, and write step = amp.capture(function), which "
             "captures whole steps."
         )
-    if (own is not None or is_root) and binding.policy.is_low and runs_later(class_of(module).forward):
+    if is_ruled and is_low and runs_later(class_of(module).forward):
         raise PolicyError(
             f"a policy cannot be bound to the forward of {class_names(module)[0]}, a generator or coroutine, whose body runs when "
             "forward has returned. Give it another name, and write a forward that returns the list of what it yields."
         )
+
+
+def _bind_one(module: nn.Module, binding: Binding, own: Precision, around: Precision, *, is_root: bool) -> None:
+    _refuse_unbindable(module, own is not None or is_root, binding.policy.is_low)
+    if isinstance(module, torch.jit.ScriptModule):
+        return
     cls, before = type(module), record(module)
     is_bound = hasattr(cls, "_mezzo_class")  # a forward assigned since calls the bound one, and stays outside
     forward = None if is_bound else module.__dict__.pop("forward", None)

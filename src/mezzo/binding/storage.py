@@ -143,14 +143,40 @@ def convert_(
 
     Writes: the storage of parameters, which keep their identity, and their `grad_dtype` with it; masters. Syncs: for fp16.
     """
+    targets = storage_targets(model, policy, optimizers)
+    changed = {name: p for name, p in model.named_parameters() if p in targets and p.dtype is not targets[p]}
+    _refuse_unstorable(model, optimizers, policy, targets, changed, is_replicated=is_replicated)
+    owners = {p: optimizer for optimizer in map(local_optimizer, optimizers) for p in parameters(optimizer)}
+    has_own_grad_dtype = [p for p in changed.values() if p.grad_dtype is p.dtype]
+    spread: dict[Tensor, Tensor] = {p: p.detach() for p in changed.values() if is_dtensor(p)}
+    if spread:
+        # By way of their modules, which tell the sharding about it.
+        to: dict[Tensor, torch.dtype] = {p: targets[p] for p in changed.values()}
+        apply_to_tensors_(model, lambda tensor: tensor.to(to[tensor]) if tensor in to else tensor)
+    for p in changed.values():
+        # One after the other, so that of the fp32 weights no more than one is held beside what replaces them.
+        master = spread.pop(p) if p in spread else p.detach()
+        if p.dtype is not targets[p]:
+            _store_one_(p, master.to(targets[p]))
+        optimizer = owners.get(p)
+        if optimizer is not None and keeps_masters(optimizer) and targets[p] in LOW_DTYPES:
+            optimizer.set_masters_({p: master.to(torch.float32)})
+    for p in has_own_grad_dtype:
+        if p.grad_dtype is not p.dtype:  # it was written down once, and then follows no more
+            p.grad_dtype = p.dtype
+    return list(changed)
+
+
+def _refuse_unstorable(
+    model: nn.Module, optimizers: Sequence[Optimizer], policy: Policy, targets: Mapping[Tensor, torch.dtype],
+    changed: Mapping[str, Tensor], *, is_replicated: bool,
+) -> None:  # fmt: skip
+    """Refuse, as `convert_` says, to store what is to be `changed` in its target dtype."""
     if policy.params in LOW_DTYPES and not policy.is_low:
         raise PolicyError(
             f"params={dtype_name(policy.params)} with compute=fp32 stores weights that no op could take. "
             f"Write compute={dtype_name(policy.params)}, or params=fp32."
         )
-    targets = storage_targets(model, policy, optimizers)
-    owners = {p: optimizer for optimizer in map(local_optimizer, optimizers) for p in parameters(optimizer)}
-    changed = {name: p for name, p in model.named_parameters() if p in targets and p.dtype is not targets[p]}
     if changed and is_replicated:
         # A new dtype takes away the hooks by which gradients are averaged, and torch does not say so (2.13).
         raise PolicyError(
@@ -173,24 +199,6 @@ def convert_(
             f"the policy stores weights in fp16, whose largest number is 65504, and {listed(over)} would be inf there. "
             f"Write {rule} in the policy for such a module, or take bf16-master, whose range is that of fp32."
         )
-    has_own_grad_dtype = [p for p in changed.values() if p.grad_dtype is p.dtype]
-    spread: dict[Tensor, Tensor] = {p: p.detach() for p in changed.values() if is_dtensor(p)}
-    if spread:
-        # By way of their modules, which tell the sharding about it.
-        to: dict[Tensor, torch.dtype] = {p: targets[p] for p in changed.values()}
-        apply_to_tensors_(model, lambda tensor: tensor.to(to[tensor]) if tensor in to else tensor)
-    for p in changed.values():
-        # One after the other, so that of the fp32 weights no more than one is held beside what replaces them.
-        master = spread.pop(p) if p in spread else p.detach()
-        if p.dtype is not targets[p]:
-            _store_one_(p, master.to(targets[p]))
-        optimizer = owners.get(p)
-        if optimizer is not None and keeps_masters(optimizer) and targets[p] in LOW_DTYPES:
-            optimizer.set_masters_({p: master.to(torch.float32)})
-    for p in has_own_grad_dtype:
-        if p.grad_dtype is not p.dtype:  # it was written down once, and then follows no more
-            p.grad_dtype = p.dtype
-    return list(changed)
 
 
 def _check_apart(model: nn.Module, changed: Mapping[str, Tensor], policy: Policy, *, is_trained: bool) -> None:

@@ -74,17 +74,9 @@ class AdamW(MasterOptimizer):
         check_range("eps", eps)
         check_range("weight_decay", weight_decay)
         defaults = {
-            "lr": lr,
-            "betas": tuple(float(beta) for beta in betas),
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "master": master,
-            "state_dtype": state_dtype,
-            "rounding_seed": rounding_seed,
-            "backend": backend,
-        }
+            "lr": lr, "betas": tuple(float(beta) for beta in betas), "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad, "maximize": maximize,
+            "master": master, "state_dtype": state_dtype, "rounding_seed": rounding_seed, "backend": backend,
+        }  # fmt: skip
         super().__init__(params, defaults)
 
     def moment_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:

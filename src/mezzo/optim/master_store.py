@@ -35,13 +35,13 @@ class Masters:
     Attributes:
         mode: what is kept between steps: the masters, remainders, 16-bit compensations, or nothing.
         seed: of the random bits in mode "stochastic".
-        stand_ins: the fp32 parameter of each 16-bit one; empty between steps unless the mode is "fp32".
+        fp32_params: the fp32 parameter of each 16-bit one; empty between steps unless the mode is "fp32".
         count: shape (), fp32: steps taken, which decides the random bits; None before the first and in other modes.
     """
 
     mode: Mode
     seed: int
-    stand_ins: dict[Tensor, torch.nn.Parameter] = field(default_factory=dict)
+    fp32_params: dict[Tensor, torch.nn.Parameter] = field(default_factory=dict)
     count: Tensor | None = None
 
     def mode_of(self, param: Tensor) -> Master:
@@ -55,13 +55,13 @@ class Masters:
 
     def fp32_param(self, param: Tensor) -> torch.nn.Parameter:
         """Return the fp32 parameter that stands for a 16-bit one; an empty one the first time. Syncs: no."""
-        if param not in self.stand_ins:
+        if param not in self.fp32_params:
             check_whole(param)
-            self.stand_ins[param] = torch.nn.Parameter(torch.empty(0, dtype=torch.float32, device=param.device))
-        return self.stand_ins[param]
+            self.fp32_params[param] = torch.nn.Parameter(torch.empty(0, dtype=torch.float32, device=param.device))
+        return self.fp32_params[param]
 
     def open(self, param: Tensor, aux: Tensor | None) -> None:
-        """Give the stand-in of a parameter its value. Syncs: no."""
+        """Give the fp32 parameter of a 16-bit one its value. Syncs: no."""
         fp32_param, value = self.fp32_param(param), read_master(self.mode_of(param), param.detach(), aux)
         if self.mode == "fp32" and fp32_param.shape == value.shape:
             fp32_param.data.copy_(value)
@@ -69,7 +69,7 @@ class Masters:
             fp32_param.data = value
 
     def close(self, param: Tensor) -> None:
-        """Free what a stand-in needs during a step only. Syncs: no."""
+        """Free what an fp32 parameter needs during a step only. Syncs: no."""
         fp32_param = self.fp32_param(param)
         fp32_param.grad = None
         if self.mode != "fp32":
@@ -83,7 +83,7 @@ class Masters:
             self.count += 1 if skip is None else skip.logical_not().to(self.count.device)
 
     def write_(self, param: Tensor, index: int, aux: Tensor | None, skip: Tensor | None) -> Tensor | None:
-        """Write a 16-bit parameter, and its aux state, which is returned, as its open stand-in says, unless `skip`, shape () and bool.
+        """Write a 16-bit parameter, and its aux state, which is returned, as its open fp32 parameter says, unless `skip`, shape () and bool.
 
         Its number among all parameters decides its random bits. Writes: `param` and `aux`. Syncs: no.
         """

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, get_args, overload
 
 import torch
@@ -15,7 +16,7 @@ from .._torch import is_fused
 from ..errors import ConfigError, MasterError, StepError, did_you_mean, first_line, shown
 from ..formats import describe, is_one_of
 from ..kernels import AUX_STATE, ScaledGradients
-from ..loss_scale import parameters
+from ..loss_scale import StepScaling, handing, parameters
 from ..policy import Master
 from .base import MasterOptimizer
 from .checks import check_closure, check_seed, taking_params
@@ -171,8 +172,8 @@ class MasterWeights(HasMasters):
             found = None
         params = [p for p in self._places() if p.grad is not None or (closure is not None and p.requires_grad)]
         check_shapes(self, params)
-        with self._swapped_in(params, found) as arguments:
-            loss: float | None = self.inner.step(*arguments(closure))
+        with self._swapped_in(params, found, closure) as arguments:
+            loss: float | None = self.inner.step(*arguments)
         return loss
 
     def aux_state(self, param: Tensor) -> tuple[Master, Tensor | None]:
@@ -229,7 +230,7 @@ class MasterWeights(HasMasters):
                 vars(self.inner).update(kept_own)
                 what = f"is refused by {type(self.inner).__name__}: {first_line(error)}"
                 refuse(f"state of {type(self).__name__}", what)
-        self._rekey({fp32_param: p for p, fp32_param in self.masters.stand_ins.items()})
+        self._rekey({fp32_param: p for p, fp32_param in self.masters.fp32_params.items()})
         self.masters.seed = saved_groups[0].get("rounding_seed", self.masters.seed)
         for p in [p for p in params if self.masters.mode == "stochastic" and "rounding_step" in params[p]]:
             self.masters.count = params[p]["rounding_step"].to(p.device).clone()
@@ -270,7 +271,7 @@ class MasterWeights(HasMasters):
     @contextmanager
     def _masters_inside(self, inside: bool = True) -> Iterator[None]:
         """Let the groups hold masters instead of the model's parameters; the other way round inside such a block."""
-        pairs = self.masters.stand_ins.items()
+        pairs = self.masters.fp32_params.items()
         there: dict[Tensor, Tensor] = {p: m for p, m in pairs} if inside else {m: p for p, m in pairs}
         back = {new: old for old, new in there.items()}
         self._replace(there)
@@ -286,57 +287,47 @@ class MasterWeights(HasMasters):
 
     @contextmanager
     def _swapped_in(
-        self, params: list[Tensor], found: Tensor | None
-    ) -> Iterator[Callable[[Callable[[], float] | None], tuple[Callable[[], float], ...]]]:
-        """Lend the inner optimizer masters with true gradients; afterwards the model gets their weights."""
-        indices = self._places()
-        low = [p for p in params if self.masters.mode_of(p) != "none"]
+        self, params: list[Tensor], found: Tensor | None, closure: Callable[[], float] | None
+    ) -> Iterator[tuple[Callable[[], float], ...]]:
+        """Swap masters with true gradients in, and yield what the inner optimizer's step takes; afterwards the model gets their weights."""
+        indices, low = self._places(), [p for p in params if self.masters.mode_of(p) != "none"]
         skip = None if found is None else found.reshape(()) != 0
-        raw: dict[Tensor, Tensor] = {}
+        fp32_params = {p: self.masters.fp32_param(p) for p in low}
         aux = {p: self._take_aux(p) for p in low}
+        raw: dict[Tensor, Tensor] = {}
 
         def write_weights(skip: Tensor | None = None) -> None:
             for p in low:
                 aux[p] = self.masters.write_(p, indices[p], aux[p], None if skip is None else skip.to(p.device))
 
-        def arguments(closure: Callable[[], float] | None) -> tuple[Callable[[], float], ...]:
-            raw.update(self._hand_gradients(params))  # SAM reads those that are there before it calls the closure
-            if closure is None:
-                return ()
+        def on_masters(recompute: Callable[[], float]) -> float:
+            with torch.no_grad():
+                write_weights()
+            for p in [p for p, fp32_param in fp32_params.items() if fp32_param.grad is None]:
+                p.grad = None  # dropped by the inner optimizer
+            with self._masters_inside(False), torch.enable_grad():
+                loss = recompute()
+            with torch.no_grad():
+                raw.update(self._hand_gradients(params))
+            return loss
 
-            def on_masters(recompute: Callable[[], float] = closure) -> float:
-                with torch.no_grad():
-                    write_weights()
-                for p in [p for p in low if stand_ins[p].grad is None]:  # dropped by the inner optimizer
-                    p.grad = None
-                with self._masters_inside(False), torch.enable_grad():
-                    loss = recompute()
-                with torch.no_grad():
-                    raw.update(self._hand_gradients(params))
-                return loss
-
-            return (on_masters,)
-
-        if found is not None:
-            self.inner.found_inf = found.reshape(()).to(torch.float32)  # type: ignore[attr-defined]
+        scaling = StepScaling(found_inf=None if found is None else found.reshape(()).to(torch.float32))
         self._stepping = True
-        stand_ins = {p: self.masters.fp32_param(p) for p in low}
         try:
             for p in low:
                 self.masters.open(p, aux[p])
             if low:
                 self.masters.advance(low[0].device, skip)
-            self._rekey(stand_ins)
-            with self._masters_inside():
-                yield arguments
+            self._rekey(fp32_params)
+            raw.update(self._hand_gradients(params))  # SAM reads those that are there before it calls the closure
+            with self._masters_inside(), handing(self.inner, scaling) if found is not None else nullcontext():
+                yield () if closure is None else (partial(on_masters, closure),)
             write_weights(skip)
         finally:
             self._stepping = False
-            if found is not None:
-                del self.inner.found_inf  # type: ignore[attr-defined]
             for p, grad in raw.items():
                 p.grad = grad
-            self._rekey({fp32_param: p for p, fp32_param in stand_ins.items()})
+            self._rekey({fp32_param: p for p, fp32_param in fp32_params.items()})
             for p, held in aux.items():
                 if held is not None:
                     self.state[p][AUX_STATE[self.masters.mode]] = held
@@ -347,7 +338,7 @@ class MasterWeights(HasMasters):
         scale, clip = getattr(self, "grad_scale", None), getattr(self, "clip_coef", None)
         raw = {}
         for p in params:
-            target = self.masters.stand_ins.get(p, p)
+            target = self.masters.fp32_params.get(p, p)
             if p.grad is None:
                 target.grad = None
                 continue

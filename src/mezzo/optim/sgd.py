@@ -80,17 +80,9 @@ class SGD(MasterOptimizer):
                 "it looks ahead along undamped momentum. Write momentum > 0 and dampening=0."
             )
         defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": float(number_of(weight_decay)),
-            "nesterov": nesterov,
-            "maximize": maximize,
-            "master": master,
-            "state_dtype": state_dtype,
-            "rounding_seed": rounding_seed,
-            "backend": backend,
-        }
+            "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": float(number_of(weight_decay)), "nesterov": nesterov, "maximize": maximize,
+            "master": master, "state_dtype": state_dtype, "rounding_seed": rounding_seed, "backend": backend,
+        }  # fmt: skip
         super().__init__(params, defaults)
 
     def moment_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
