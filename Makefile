@@ -62,7 +62,7 @@ gpu: setup
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[peers]"
 	$(BIN)/pytest -q -m cuda
 	$(BIN)/mezzo bench all --device cuda --out benchmarks/results
-	$(BIN)/mezzo bench docs
+	$(BIN)/python benchmarks/performance.py
 	$(BIN)/python benchmarks/gpu_model.py --against benchmarks/results/*.json
 
 offline: setup

@@ -158,8 +158,7 @@ def test_usage_names_every_workload(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "message"),
     [
         (["recipes"], "mezzo bench: unknown workload 'recipes'. Did you mean 'recipe'?"),
-        (["doc"], "mezzo bench: unknown workload 'doc'. Did you mean 'docs'?"),
-        (["nope"], f"mezzo bench: unknown workload 'nope'. Valid: {', '.join(sorted([*WORKLOADS, 'all', 'docs']))}."),
+        (["nope"], f"mezzo bench: unknown workload 'nope'. Valid: {', '.join(sorted([*WORKLOADS, 'all']))}."),
         (["recipe", "--variants", "torch-apm"], "mezzo bench: unknown variant 'torch-apm'. Did you mean 'torch-amp'?"),
         (["recipe", "--rounds", "0"], "mezzo bench: --rounds 0 measures nothing; write 1 or more."),
         (["recipe", "--device", "gpu"], "mezzo bench: --device gpu is not a torch device; write cpu or cuda."),

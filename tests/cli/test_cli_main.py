@@ -162,7 +162,7 @@ def test_every_public_name_is_found_and_listed() -> None:
 
 
 HELPS = [
-    *COMMANDS, "bench recipe", "bench reviews", "bench docs", "policy show", "policy ops", "policy why", "policy diff",
+    *COMMANDS, "bench recipe", "bench reviews", "policy show", "policy ops", "policy why", "policy diff",
 ]  # fmt: skip
 
 

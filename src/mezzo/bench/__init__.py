@@ -11,11 +11,6 @@ from .machine import short_name as short_name
 from .measurement import Measurement as Measurement
 from .measurement import Result as Result
 from .measurement import load as load
-from .performance import PAGE as PAGE
-from .performance import README as README
-from .performance import RESULTS as RESULTS
-from .performance import page as page
-from .performance import with_figures as with_figures
 from .results_table import header as header
 from .results_table import label as label
 from .results_table import machine_name as machine_name

@@ -154,18 +154,6 @@ def print_result(result: Result, file: TextIO | None = None) -> None:
     print(title(result), text_table(header(result), sections), "", *footnotes(result), sep="\n", file=file)
 
 
-def markdown_table(result: Result) -> str:
-    """Return the table of a result as Markdown, figures flush right."""
-    head = header(result)
-    rule = tuple(":---" if name in ("point", "variant") else "---:" for name in head)
-    return markdown([head, rule, *(row(result, measurement) for measurement in result.measurements)])
-
-
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of words, of which the second says how columns are set, as a Markdown table."""
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
-
-
 def _of_variants(result: Result) -> tuple[Chart, ...]:
     found = result.measurements
     labels = tuple(label(m) for m in found)

@@ -16,9 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..bench import (
-    PAGE,
-    README,
-    RESULTS,
     WORKLOADS,
     Plan,
     Progress,
@@ -28,13 +25,11 @@ from ..bench import (
     find_workload,
     load,
     measure,
-    page,
     parse_device,
     print_result,
     run_tests,
     save_chart,
     short_name,
-    with_figures,
 )
 from ..errors import BenchError
 from ..files import check_writable, write_text
@@ -64,7 +59,7 @@ class BenchOptions:
     json: bool = False
 
 
-_OTHERS = {"all": "every workload in turn", "docs": "the page of figures, from the stored results"}
+_OTHERS = {"all": "every workload in turn"}
 
 
 def _usage() -> str:
@@ -187,50 +182,12 @@ def run_one(name: str, argv: Sequence[str]) -> Result:
     return result
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DocsOptions:
-    """Options of `mezzo bench docs`.
-
-    Attributes:
-        results: folder of the stored results.
-        page: file to write.
-        readme: file whose table of figures is written; left out, none where there is no README.md.
-        check: write nothing; exit with 1 if a file is not what the results make of it.
-    """
-
-    results: Path = RESULTS
-    page: Path = PAGE
-    readme: Path = README
-    check: bool = False
-
-
-def _docs(argv: Sequence[str]) -> int:
-    import tyro
-
-    options = tyro.cli(DocsOptions, prog="mezzo bench docs", args=list(argv))
-    made = {options.page: page(options.results, options.page)}
-    if options.readme.exists() or options.readme != README:
-        made[options.readme] = with_figures(options.readme.read_text(encoding="utf-8"), options.results)
-    stale = [path for path, text in made.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
-    if options.check:
-        for path in stale:
-            print(f"{path} is not what {options.results} makes of it; run `mezzo bench docs`.", file=sys.stderr)
-        return int(bool(stale))
-    for path, text in made.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, text)
-        print(path)
-    return 0
-
-
 def run(argv: Sequence[str]) -> int:
-    """Run `mezzo bench` with the words after it. Returns: 0: done; 1: `docs --check` found the page out of date."""
+    """Run `mezzo bench` with the words after it."""
     if not argv or argv[0] in ("-h", "--help"):
         print(_usage())
         return 0
     name, rest = argv[0], argv[1:]
-    if name == "docs":
-        return _docs(rest)
     for one in WORKLOADS if name == "all" else (name,):
         run_one(one, rest)
     return 0

@@ -34,7 +34,7 @@ def words_after(command: str) -> list[str]:
     if command == "bench":
         from ..bench import WORKLOADS
 
-        subcommands = (*WORKLOADS, "all", "docs")
+        subcommands = (*WORKLOADS, "all")
     asked = [[command, "--help"], *([command, sub, "--help"] for sub in subcommands if command != "completion")]
     options = {option for words in asked for option in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", _printed(words))}
     return [*subcommands, *sorted(options)]

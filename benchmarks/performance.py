@@ -1,42 +1,39 @@
-"""Makes the page of measured figures from the stored results: no figure on it is written by hand."""
+"""The page of measured figures, and the README's: made from the stored results, no figure is written by hand.
+
+Run: `python benchmarks/performance.py [--results FOLDER] [--page FILE] [--readme FILE] [--check]`
+
+It writes `docs/performance.md` and, in README.md, what stands between two marks; `--check` writes nothing, and exits with 1 where one of them is not what
+the results make of it.
+"""
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import statistics
+import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import BenchError, did_you_mean, plural
-from .machine import short_name
-from .measurement import Measurement, Result, load
-from .results_table import (
-    MISSING,
-    fastest_rival,
-    footnotes,
-    label,
-    machine_name,
-    markdown,
-    markdown_table,
-    points_of,
-    title,
-)
-from .workload import WORKLOADS
+from mezzo.bench import WORKLOADS, Measurement, Result, header, label, load, machine_name, row, short_name
+from mezzo.bench.results_table import MISSING, fastest_rival, footnotes, points_of, title
+from mezzo.errors import BenchError, MezzoError, did_you_mean, plural
+from mezzo.files import write_text
 
-RESULTS = Path("benchmarks/results")
-PAGE = Path("docs/performance.md")
-README = Path("README.md")
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "performance.md"
+README = ROOT / "README.md"
 PEAK = "peak memory of the rival's"
 POLICIES = ("prepare", "prepare-master")
 TRAINED = ("recipe", "text", "bert", "gpt2", "llama", "vit", "resnet", "lstm")
 """The workloads that are training steps of a model at one size."""
 INTRODUCTION = """# Performance
 
-This page is made from `benchmarks/results/*.json` by `mezzo bench docs`; a test holds it to them.
+This page is made from `benchmarks/results/*.json` by `python benchmarks/performance.py`; a test holds it to them.
 
 How to read it: each variant ran in a process of its own, the rounds took the variants in turn, and the figures are
 medians over the rounds, with the fastest and the slowest beside them. "Faster than" is a ratio of medians in one run.
@@ -54,6 +51,18 @@ BESIDE_RIVALS = """## Beside the fastest rival
 How many times as fast `mezzo.prepare` is under each policy as the fastest rival in the same run. Of three figures the first is with nothing kept, the second with
 mezzo's memory kept and the rival as people run it, the third with memory kept on both sides. Each is a win where medians and the middle half of the rounds agree, else
 a tie or a loss, which is said; a dash was not measured."""
+
+
+def markdown_table(result: Result) -> str:
+    """Return the table of a result as Markdown, figures flush right."""
+    head = header(result)
+    rule = tuple(":---" if name in ("point", "variant") else "---:" for name in head)
+    return markdown([head, rule, *(row(result, measurement) for measurement in result.measurements)])
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of words, of which the second says how columns are set, as a Markdown table."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 
 
 def newest(results: Sequence[Result]) -> list[Result]:
@@ -107,8 +116,7 @@ def page(folder: Path, place: Path) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
+class Comparison(NamedTuple):
     """A measurement held against the fastest rival: median seconds of the rival over its own, and the same of each round."""
 
     ratio: float
@@ -244,9 +252,9 @@ def summary(folder: Path) -> str:
 
 
 def _in_short(rows: Mapping[_Row, Mapping[str, _Cell]]) -> str:
-    columns, policies = _columns(rows), dict.fromkeys(row.policy for row in rows)
+    columns, policies = _columns(rows), dict.fromkeys(one.policy for one in rows)
     table = [("workload", *columns, PEAK), ("---", *["---:"] * (len(columns) + 1))]
-    for name in dict.fromkeys(row.workload for row in rows if not row.compiled):
+    for name in dict.fromkeys(one.workload for one in rows if not one.compiled):
         beside = [rows.get(_Row(name, policy, compiled=False), {}) for policy in policies]
         joined = []
         for column in columns:
@@ -329,9 +337,45 @@ def with_figures(text: str, folder: Path) -> str:
 
 def _placed(text: str, name: str, content: str) -> str:
     """Return a page with other content between the two marks of a name."""
-    begin, end = f"<!-- {name}: made by `mezzo bench docs` -->", f"<!-- end of {name} -->"
+    begin, end = f"<!-- {name}: made by `python benchmarks/performance.py` -->", f"<!-- end of {name} -->"
     before, found, rest = text.partition(begin)
     _, closed, after = rest.partition(end)
     if not found or not closed:
         raise BenchError(f"the page has no place for the {name}; write {begin} and {end} where they belong.")
     return f"{before}{begin}{content}{end}{after}"
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Write the page and the README. Returns: 0: done; 1: with --check, one of them is out of date. Raises: SystemExit: 2, a file that is none."""
+    parser = argparse.ArgumentParser(
+        prog="performance.py", description="Make the page of figures, and the README's, from stored results."
+    )
+    for option, default, what in (
+        ("--results", RESULTS, "folder of the stored results"),
+        ("--page", PAGE, "file to write"),
+        ("--readme", README, "file whose figures are written"),
+    ):
+        parser.add_argument(option, type=Path, default=default, help=what)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a file is out of date")
+    asked = parser.parse_args(words)
+    try:
+        made = {asked.page: page(asked.results, asked.page)}
+        made[asked.readme] = with_figures(asked.readme.read_text(encoding="utf-8"), asked.results)
+    except (MezzoError, OSError) as error:
+        parser.error(str(error))
+    stale = [path for path, text in made.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    for path in stale if asked.check else made:
+        if asked.check:
+            print(
+                f"{path} is not what {asked.results} makes of it; run `python benchmarks/performance.py`.",
+                file=sys.stderr,
+            )
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, made[path])
+            print(path)
+    return int(asked.check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
