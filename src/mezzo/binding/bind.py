@@ -26,7 +26,7 @@ from .own_ops import CALL_FORWARD, TRACED_AS_WRITTEN, in_place_of_forward
 
 _log = logging.getLogger("mezzo.binding")
 _WRITTEN = (RECORD, "forward")
-_told: WeakSet[nn.Module] = WeakSet()  # modules whose forward was looked at since it was assigned
+_warned: WeakSet[nn.Module] = WeakSet()  # modules whose forward was looked at since it was assigned
 
 
 @dataclass(eq=False, slots=True)
@@ -164,9 +164,9 @@ def warn_of_replaced(model: nn.Module) -> None:
     """Say once in the log which bound modules got a forward since that has none of a bound class to call. Host only."""
     for name, module in model.named_modules():
         bound, forward = record(module), vars(module).get("forward")
-        if forward is None or bound is None or not bound.binding.policy.is_low or module in _told:
+        if forward is None or bound is None or not bound.binding.policy.is_low or module in _warned:
             continue
-        _told.add(module)
+        _warned.add(module)
         if not _holds(forward, type(module).forward, 4):
             _log.warning(
                 "the forward of %s was assigned after mezzo.prepare and does not call the one that was there, so the policy's rules for it do not "

@@ -15,7 +15,7 @@ from ..errors import StepError, listed
 from ..formats import dtype_name
 
 _log = logging.getLogger("mezzo.binding")
-_told: WeakSet[nn.Module] = WeakSet()
+_warned: WeakSet[nn.Module] = WeakSet()
 """Modules of which the log said that their forward's cast is left out."""
 
 
@@ -78,9 +78,9 @@ def leaves_dtypes(module: nn.Module, function: Callable[[Tensor], Tensor], bound
 
 
 def _say_left_out(module: nn.Module, asked: torch.dtype, kind: torch.dtype, model: nn.Module) -> None:
-    if module in _told:
+    if module in _warned:
         return
-    _told.add(module)
+    _warned.add(module)
     name = next((name for name, inner in model.named_modules() if inner is module), "")
     _log.warning(
         "the model's forward casts the weights of %s (%s) to %s; they stay in %s, in which they are trained, and its ops run as the "

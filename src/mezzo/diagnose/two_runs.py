@@ -18,9 +18,9 @@ from .._torch import compile_backend, is_compiled, tree_map
 from ..errors import ConfigError, listed
 from ..formats import widened
 from ..trace import Frame, floating, preserve_state
+from .divergence import first_divergence, place_of
 from .mismatch_report import MismatchFinding, MismatchReport, OpPlace, OutputGap
 from .observed_run import ROUNDINGS, Run, jittered, observe, relative_error
-from .parting import part, place_of
 from .trial import LossFn, call, check_trial, loss_of
 
 Runnable = nn.Module | Callable[..., Any]
@@ -157,7 +157,7 @@ def _near(tensor: Any, eps: float, generator: torch.Generator) -> Any:
     return jittered(tensor, eps, generator).to(tensor.dtype)
 
 
-class _Judge(torch.fx.Interpreter):
+class _EagerCheck(torch.fx.Interpreter):
     """Runs a graph eagerly, each op on the values that compiled code made, and compares their results."""
 
     def __init__(self, graph: GraphModule, compiled: dict[Node, Tensor]) -> None:
@@ -204,10 +204,10 @@ def wrong_nodes(model: nn.Module, run: Callable[[nn.Module], object]) -> list[Co
 
         def call(*args: Any) -> Any:
             results, *values = compiled(*args)
-            judge = _Judge(eager, dict(zip(shown, (v.detach() for v in values), strict=True)))
+            check = _EagerCheck(eager, dict(zip(shown, (v.detach() for v in values), strict=True)))
             with torch.no_grad():
-                judge.run(*args)
-            found.extend(node for node in judge.found if node.local > node.bound)
+                check.run(*args)
+            found.extend(node for node in check.found if node.local > node.bound)
             return results
 
         return call
@@ -301,7 +301,7 @@ def mismatch(a: Runnable, b: Runnable, batch: Any, loss_fn: LossFn | None = None
         theirs = _observe(two, batch, loss_fn, ours.leaves)
         names = _names(one, two, loss_fn, len(ours.outputs))
         _check_shapes(ours, theirs)
-        finding = part(ours, theirs)
+        finding = first_divergence(ours, theirs)
         outputs = [list(ours.outputs), list(theirs.outputs)]
         for i, (run, observed, side) in enumerate(((one, ours, "a"), (two, theirs, "b"))):
             if is_compiled(run):

@@ -18,14 +18,14 @@ from .grad_tracker import Entry, GradTracker, Mark
 from .unscale import real_values
 
 _log = logging.getLogger("mezzo.loss_scale")
-_said: WeakSet[Optimizer] = WeakSet()
+_warned: WeakSet[Optimizer] = WeakSet()
 
 
 def say_hooked(optimizer: Optimizer, known: Mapping[Tensor, str] | None = None) -> None:
     """Log, once for an optimizer, which of its gradients go through somebody's hooks while they carry the loss scale. Host only."""
-    hooked = [] if optimizer in _said else [p for p in parameters(optimizer) if _is_hooked(p)]
+    hooked = [] if optimizer in _warned else [p for p in parameters(optimizer) if _is_hooked(p)]
     if hooked:
-        _said.add(optimizer)
+        _warned.add(optimizer)
         labels = {**dict(zip(parameters(optimizer), messages.names(optimizer), strict=True)), **(known or {})}
         _log.warning(
             "hooks on %s see gradients multiplied by the loss scale: what they clip, or compare with a number, is off by it, "

@@ -77,7 +77,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         self._causes: StorageNotes[Causes] = StorageNotes()
         self._reads = HostReads(self._causes)
         self._pending_reads: list[Sink] = []
-        self._told = NO_CAUSE
+        self._read_causes = NO_CAUSE
         self._shared: StorageNotes[Site] = StorageNotes()
         self._counts: StorageNotes[bool] = StorageNotes()
         self._scalars: StorageNotes[Causes] = StorageNotes()
@@ -158,7 +158,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         if read is None or caller()[0] is Owner.MEZZO:
             return
         if tensor.is_floating_point():
-            self._told |= read.causes
+            self._read_causes |= read.causes
         # torch's anomaly mode asks every gradient for NaN, and raises where it finds one
         asks_all = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
         is_raised = site.phase == "backward" and asks_all and tensor.dtype is torch.bool
@@ -250,7 +250,9 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             causes = self.reference.absorbed(call) or self._event(call, site, bad, "source")
             self._fp64.start(call)
         elif not sources:
-            causes = self._event(call, site, bad, "constant", self._told if site.phase == "optimizer" else NO_CAUSE)
+            causes = self._event(
+                call, site, bad, "constant", self._read_causes if site.phase == "optimizer" else NO_CAUSE
+            )
         elif self._reached_step != self.context.step and is_bad_anyway(call):
             causes |= self._event(call, site, bad, "source", causes)
         elif any_nan(bad) and not any_nan(t for _, t in sources):

@@ -52,7 +52,7 @@ def _follows(run: Run, index: int, op: OpRun) -> bool:
     return any(n.site.op == op.site.op and n.arguments == op.arguments for n in readers)
 
 
-def part(a: Run, b: Run) -> MismatchFinding | None:
+def first_divergence(a: Run, b: Run) -> MismatchFinding | None:
     """Return the first op where two runs part; None where fp64 gives the same in both and no kernel is at fault.
 
     They returned as many tensors of as many elements.
@@ -79,11 +79,11 @@ def _name(a: Run, b: Run, ours: list[int], theirs: list[int], known_a: _Known, k
         # what was there before this run, and the other run does not have
         leaf = None if op is None else next((v.leaf for v in op.reads if v.leaf and v not in known), None)
         if op is not None and leaf is not None and not (x and y and x.draws != y.draws):
-            return _parting("weights", op, x, y, f"{leaf} of {side} has no equal in {'b' if side == 'a' else 'a'}")
+            return _finding_of("weights", op, x, y, f"{leaf} of {side} has no equal in {'b' if side == 'a' else 'a'}")
     if x is None or y is None:
         op = x or y
         assert op is not None  # something made the output that differs
-        return _parting("random" if op.draws else "missing op", op, x, y, f"only {'a' if x else 'b'} runs it")
+        return _finding_of("random" if op.draws else "missing op", op, x, y, f"only {'a' if x else 'b'} runs it")
     return _of_ops(a, b, x, y)
 
 
@@ -91,23 +91,23 @@ def _of_ops(a: Run, b: Run, x: OpRun, y: OpRun) -> MismatchFinding:
     if x.draws or y.draws:
         op = x if x.draws else y
         what = "both draw, and not the same numbers" if x.draws and y.draws else f"only {'a' if op is x else 'b'} draws"
-        return _parting("random", op, x, y, what)
+        return _finding_of("random", op, x, y, what)
     if x.site.op == y.site.op:
         return _of_same_op(x, y)
     if _follows(a, a.ops.index(x), y):
-        return _parting("missing op", x, x, None, f"only a runs it; b goes on with {y.name}")
+        return _finding_of("missing op", x, x, None, f"only a runs it; b goes on with {y.name}")
     if _follows(b, b.ops.index(y), x):
-        return _parting("missing op", y, None, y, f"only b runs it; a goes on with {x.name}")
-    return _parting("other op", x, x, y, f"a runs {x.name}, b runs {y.name}")
+        return _finding_of("missing op", y, None, y, f"only b runs it; a goes on with {x.name}")
+    return _finding_of("other op", x, x, y, f"a runs {x.name}, b runs {y.name}")
 
 
 def _of_same_op(x: OpRun, y: OpRun) -> MismatchFinding:
     changed = _changed(x, y)
     if changed:
-        return _parting("arguments", x, x, y, changed)
+        return _finding_of("arguments", x, x, y, changed)
     if all(not v.is_float for v in x.makes):
-        return _parting("decision", x, x, y, "rounding turned an index or a comparison")
-    return _parting("other op", x, x, y, "the same op on other operands")
+        return _finding_of("decision", x, x, y, "rounding turned an index or a comparison")
+    return _finding_of("other op", x, x, y, "the same op on other operands")
 
 
 def _changed(x: OpRun, y: OpRun) -> str:
@@ -127,12 +127,12 @@ def _of_kernels(a: Run, b: Run) -> MismatchFinding | None:
     _, side, op = min(alone, key=lambda found: found[0])
     x, y = (op, None) if side == "a" else (None, op)
     if op.local == float("inf"):
-        return _parting("overflow", op, x, y, f"{side} holds inf or NaN in {op.dtype} where fp64 is finite")
+        return _finding_of("overflow", op, x, y, f"{side} holds inf or NaN in {op.dtype} where fp64 is finite")
     what = f"{side} is {op.local:.2g} off on the values it was given, rounding explains {op.bound:.2g}"
-    return _parting("kernel", op, x, y, what)
+    return _finding_of("kernel", op, x, y, what)
 
 
-def _parting(cause: Cause, op: OpRun, a: OpRun | None, b: OpRun | None, what: str) -> MismatchFinding:
+def _finding_of(cause: Cause, op: OpRun, a: OpRun | None, b: OpRun | None, what: str) -> MismatchFinding:
     frame = next((o.frame for o in (a, b) if o is not None and o.frame is not None), None)
     places = {"a": place_of(a), "b": place_of(b)}
     return MismatchFinding(cause=cause, op=op.label, module=op.site.module, frame=frame, what=what, **places)
