@@ -84,7 +84,6 @@ def report() -> mezzo.diagnose.Report:
 TEXTS = {"text", "empty", "NUL", "half a character"}
 TENSORS = {"no tensor", "tensor of 1", "tensor", "whole tensor", "meta", "complex tensor"}
 FLAGS = {*wrong()} - {"array", "no tensor", "tensor", "whole tensor", "meta", "rude"}
-NO_FILE = {"NUL", "empty"}
 UNSET = {"None", "empty", "0", "no list"}
 CONFIG, STATE = mezzo.ScalingConfig(), LossScale(scale=2.0)
 NUMBERS = {"int", "True", "-1", "0", "nan", "inf"}

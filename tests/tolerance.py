@@ -20,3 +20,8 @@ def assert_within_ulps(got: torch.Tensor, want: torch.Tensor, ulps: float) -> No
     same = (got.double() == want.double()) | (got.isnan() & want.isnan())
     worst = torch.where(same, torch.zeros_like(distance), distance / spacing)
     assert bool((worst <= ulps).all()), f"worst distance {worst.max().item():.3g} ulp, allowed {ulps}"
+
+
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the length of the difference from a tensor in fp64."""
+    return float((one.detach().double() - other.detach()).norm())

@@ -103,13 +103,6 @@ def forgotten_eps(node: torch.fx.Node) -> None:
         node.args = (*node.args[:-1], 0.05) if isinstance(node.args[-1], float) else node.args
 
 
-class Exported(nn.Module):
-    """A model whose export froze a branch: it scales by the length it saw."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * (1 / math.sqrt(x.shape[1]))).softmax(-1)
-
-
 # --- pairs that part -------------------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ from tests.casting.test_attention import (
     prepared,
 )
 from tests.step.step_models import Dtypes
+from tests.tolerance import distance
 from tests.torch_versions import traces_regions
 from torch import Tensor, nn
 
@@ -60,10 +61,6 @@ def found(
 ) -> list[Tensor]:
     given = [one.detach().requires_grad_() for one in inputs]
     return list(torch.autograd.grad(own_attention(*given, mask, is_causal, scale), given, grad))
-
-
-def distance(one: Tensor, other: Tensor) -> float:
-    return float((one.double() - other).norm())
 
 
 MASKS: dict[str, Callable[[int, int, int, int], Tensor | None]] = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.step.step_models import Dtypes
-from tests.tolerance import relative
+from tests.tolerance import distance, relative
 from torch import Tensor
 
 from mezzo.errors import OperandError
@@ -45,10 +45,6 @@ def wide(given: Operands) -> Operands:
     assert x is not None
     assert weight is not None
     return x, weight, bias
-
-
-def distance(one: Tensor, other: Tensor) -> float:
-    return float((one.double() - other).norm())
 
 
 SHAPES = [  # batch, channels in and out, height, width, rows and columns of the kernel; stride; padding

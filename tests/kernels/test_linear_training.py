@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.step.step_models import Dtypes
-from tests.tolerance import relative
+from tests.tolerance import distance, relative
 from torch import Tensor
 
 from mezzo.errors import OperandError
@@ -48,10 +48,6 @@ def as_multiplied(given: Operands) -> Operands:
     assert x is not None
     assert weight is not None
     return x, weight, bias
-
-
-def distance(one: Tensor, other: Tensor) -> float:
-    return float((one.double() - other).detach().norm())
 
 
 SHAPES = [  # rows, K and N

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.step.step_models import Dtypes
+from tests.tolerance import distance
 from torch import Tensor, nn
 
 from mezzo.errors import OperandError
@@ -66,10 +67,6 @@ def results(run: Run, given: Sequence[Tensor], model: nn.RNNBase, grads: Sequenc
 def drawn_grads(model: nn.RNNBase, given: Sequence[Tensor]) -> list[Tensor]:
     width = model.hidden_size * (1 + model.bidirectional)
     return [torch.randn(*given[0].shape[:2], width).to(BF16), *[torch.randn_like(one) for one in given[1:]]]
-
-
-def distance(one: Tensor, other: Tensor) -> float:
-    return float((one.double() - other).norm())
 
 
 def assert_no_farther(ours: Results, theirs: Results, true: Results) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.step.step_models import Dtypes
+from tests.tolerance import distance
 from torch import Tensor
 
 from mezzo.errors import OperandError
@@ -47,10 +48,6 @@ def gradients(
     given = [one.detach().clone().requires_grad_() for one in (x, weight) if one is not None]
     out = function(given[0], given[1] if weight is not None else None, low)
     return [out.detach(), *torch.autograd.grad(out, given, grad)]
-
-
-def distance(one: Tensor, other: Tensor) -> float:
-    return float((one.double() - other).norm())
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -107,12 +107,6 @@ def test_the_same_in_fp32_is_healthy(update: Callable[[Keeps, Tensor], None]) ->
     assert traced(Keeps(update, torch.float32)).answer == "healthy"
 
 
-def state_in_fp32(m: Keeps, y: Tensor) -> None:
-    m.ema = m.ema.float()
-    in_place(m, y)
-    assert m.ema.dtype is torch.float32
-
-
 def written_once(m: Keeps, y: Tensor) -> None:
     if not hasattr(m, "mask"):
         m.mask = torch.ones(4, dtype=BF16).cumsum(0)

@@ -248,16 +248,6 @@ def dataclass_outputs(dtype: torch.dtype) -> Run:
     return train(Net(), dtype, torch.randn(4, 8))
 
 
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x * 3e4
-
-    @staticmethod
-    def backward(ctx: object, grad: Tensor) -> Tensor:
-        return grad * 3e4
-
-
 def custom_function(dtype: torch.dtype) -> Run:
     class Scaled(torch.autograd.Function):
         @staticmethod
