@@ -16,8 +16,7 @@ from .._torch import saved_tensors_hooks
 
 class _InRegion:
     def __init__(self, function: Callable[..., Any], region: AbstractContextManager[Any]) -> None:
-        self._function = function
-        self._region = region
+        self._function, self._region = function, region
 
     def __call__(self, *args: Any) -> Any:
         with self._region:

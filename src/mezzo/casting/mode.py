@@ -94,8 +94,7 @@ class CastMode(TorchFunctionMode):
         self.opened = op_rules.opened
         self.cache = cache
         self.keeps_weights = cache is not None and cache.store is not None  # they are there for a faster kernel, too
-        self.standalone = standalone
-        self.current = current
+        self.standalone, self.current = standalone, current
         self.run = run if self.keeps_weights else None
         self.suspended = False
         self.has_grad = torch.is_grad_enabled()  # a reentrant checkpoint's first run has none

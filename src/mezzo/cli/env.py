@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..bench import DeviceReport, advice, default_device, describe_machine, measure_device, parse_device
-from ..errors import ConfigError
+from ..errors import ConfigError, plural
 from ..policy import Policy
 from ..report import table_text
 
@@ -31,14 +31,11 @@ class EnvOptions:
 
 
 def _facts(machine: dict[str, Any], auto: Policy) -> list[tuple[str, str]]:
-    cpu, versions = machine["cpu"], machine["versions"]
+    cpu, versions, threads = machine["cpu"], machine["versions"], machine["threads"]
     rows = [
         ("CPU", f"{cpu['model']}, {cpu['cores']} cores, {cpu['memory_bytes'] / 2**30:.0f} GiB"),
         ("16-bit flags", " ".join(flag for flag in cpu["flags"] if "16" in flag or "amx" in flag) or "none"),
-        (
-            "torch",
-            f"{versions['torch']}, {machine['threads']} thread{'s' * (machine['threads'] != 1)}, {cpu['torch_capability']} kernels",
-        ),
+        ("torch", f"{versions['torch']}, {threads} {plural('thread', threads)}, {cpu['torch_capability']} kernels"),
     ]
     if "gpu" in machine:
         gpu = machine["gpu"]

@@ -69,8 +69,7 @@ class LastStep:
     """Whether the last step was applied, and which scale its gradients carried, both read from the device when asked. `captured` is None for a run without scaling."""
 
     def __init__(self, found_nonfinite: Tensor | bool, captured: Tensor | None) -> None:
-        self._found = found_nonfinite
-        self._captured = captured
+        self._found, self._captured = found_nonfinite, captured
 
     @property
     def applied(self) -> bool:

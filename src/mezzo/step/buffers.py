@@ -32,9 +32,7 @@ class _Forward:
     """
 
     def __init__(self, number: int, before: dict[str, Copy], used: list[_Forward]) -> None:
-        self.number = number
-        self.before = before
-        self._used = used
+        self.number, self.before, self._used = number, before, used
 
     def __call__(self, grad: Tensor) -> None:
         if self not in self._used:

@@ -47,10 +47,7 @@ class _Evaluations:
     """A closure as an optimizer calls it: every evaluation is checked, and leaves true gradients."""
 
     def __init__(self, engine: Engine, optimizer: Optimizer, closure: Closure, clip: Clip, scope: ExitStack) -> None:
-        self._engine = engine
-        self._optimizer = optimizer
-        self._closure = closure
-        self._clip = clip
+        self._engine, self._optimizer, self._closure, self._clip = engine, optimizer, closure, clip
         self._scope = scope
         self.loss: Any = 0.0
         self.last: tuple[list[OptimizerGrads], StepFlags[Any], StepResult] | None = None

@@ -87,10 +87,7 @@ class Gradients:
         by_turns: bool,
     ) -> None:
         self.home = next((p.device for p in names), torch.device("cpu"))
-        self._model = model
-        self._optimizers = optimizers
-        self._names = names
-        self._loss_dtype = loss_dtype
+        self._model, self._optimizers, self._names, self._loss_dtype = model, optimizers, names, loss_dtype
         self._by_turns = by_turns
         self._had: dict[Tensor, str] = {}
         self._nums_found: set[int] = set()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from ..errors import GradientUnderflow, LossScaleExhausted, NonFiniteStep, StoppedRun, listed
+from ..errors import GradientUnderflow, LossScaleExhausted, NonFiniteStep, StoppedRun, listed, plural
 from ..kernels import LateNorm
 from ..loss_scale import LossScale
 from ..policy import GuardConfig, ScalingConfig
@@ -205,7 +205,7 @@ def underflow_advice(scaling: ScalingConfig | None) -> str:
 
 def _count(counts: Mapping[str, int | None], noun: str) -> str:
     shown = [f"{name} ({'at least 1' if count is None else count})" for name, count in counts.items()]
-    return f"inf or NaN in {len(counts)} {noun}{'s' if len(counts) > 1 else ''}: {listed(shown, 5)}"
+    return f"inf or NaN in {len(counts)} {plural(noun, len(counts))}: {listed(shown, 5)}"
 
 
 def _count_gradients(found: Mapping[str, int | None]) -> str:
@@ -241,9 +241,7 @@ class Guard:
         nonfinite_weights: Callable[[StepResult, bool], tuple[Mapping[str, int], Mapping[str, int]]],
         floor: float = 0.0,
     ) -> None:
-        self.config = config
-        self.scaling = scaling
-        self._nonfinite_weights = nonfinite_weights
+        self.config, self.scaling, self._nonfinite_weights = config, scaling, nonfinite_weights
         self.floor = floor
         self._unread: list[StepResult] = []
         self.become(GuardState(next_scale=math.inf if scaling is None else scaling.init_scale))

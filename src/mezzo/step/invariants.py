@@ -79,8 +79,7 @@ class Invariants:
     """Compares a step with what it was before."""
 
     def __init__(self, names: Mapping[Tensor, str], buffers: Callable[[], Mapping[str, Tensor]]) -> None:
-        self._names = names
-        self._buffers = buffers
+        self._names, self._buffers = names, buffers
         self._still: dict[int, tuple[dict[StateKey, float], int]] = {}
 
     def check(

@@ -30,8 +30,7 @@ class Leftovers:
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]) -> None:
-        self._optimizers = optimizers
-        self._names = names
+        self._optimizers, self._names = optimizers, names
         self.forget()
 
     def forget(self) -> None:

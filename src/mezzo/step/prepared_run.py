@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..binding import BeforeForward, Binding, innermost
 from ..distributed import RankConsensus
-from ..errors import StepError, StepTypeError, as_flag
+from ..errors import StepError, StepTypeError, as_flag, plural
 from ..formats import LOW_DTYPES
 from ..policy import Policy
 from . import state_dict as checkpoint
@@ -49,8 +49,7 @@ class PreparedRun:
         self.model = model
         self.optimizers = tuple(optimizers)
         self._engine = Engine(model, self.optimizers, binding, was, skip, follow.news)
-        self._was = was
-        self._masters_follow = follow
+        self._was, self._masters_follow = was, follow
         self._forward_hook = ForwardHook(self._engine)
         binding.before_forward, binding.owner = weakly(self._forward_hook), weakref.ref(self)
         binding.before_trace = before_trace(self._forward_hook)
@@ -62,7 +61,7 @@ class PreparedRun:
             return "Stepper(released)"
         names = ", ".join(type(part).__name__ for part in (self.model, *self.optimizers))
         counters = self.counters()
-        done = f"{counters.applied} step{'s' * (counters.applied != 1)} taken, {counters.skipped} skipped, loss scale {self.scale:g}"
+        done = f"{counters.applied} {plural('step', counters.applied)} taken, {counters.skipped} skipped, loss scale {self.scale:g}"
         return f"Stepper({names}, policy={str(self.policy)!r}: {done})"
 
     def _repr_html_(self) -> str:

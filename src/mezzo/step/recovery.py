@@ -54,10 +54,7 @@ class Recovery:
         nonfinite = partial(_nonfinite_weights, names, buffers, gradients, untrained)  # not a method: no cycle
         self.guard = Guard(policy.guard, policy.scaling, nonfinite, _flush_floor(policy, gradients))
         self.replay = Replay(model)
-        self._model = model
-        self._gradients = gradients
-        self._buffers = buffers
-        self._loss_scale = loss_scale
+        self._model, self._gradients, self._buffers, self._loss_scale = model, gradients, buffers, loss_scale
         self._skip: StepFlags[float] | None = None
 
     def keep(

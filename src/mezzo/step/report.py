@@ -254,8 +254,7 @@ class ParameterNames(dict[Tensor, str]):
     """The parameters of a model and its optimizers, each with its name; those that the model does not have get numbers."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        self._model = model
-        self._optimizers = optimizers
+        self._model, self._optimizers = model, optimizers
         self.refresh()
 
     def refresh(self) -> None:

@@ -61,9 +61,7 @@ class Trace:
         self._collector.lints.of_risks = of_risks
         self._context.names.on_read = self._collector.on_read_in_python
         self._context.names.on_numbers = self._on_numbers
-        self._on_reached = on_reached
-        self._tell_step = on_root
-        self._model = model
+        self._on_reached, self._tell_step, self._model = on_reached, on_root, model
         self._sizes: list[Size] = []
         self._calls: dict[tuple[int, int], int] = {}
         self._followed: dict[int, Tensor] = {}
