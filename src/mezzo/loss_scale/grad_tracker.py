@@ -65,10 +65,7 @@ class GradTracker:
 
     def __init__(self, on_step: Callable[[GradTracker, Optimizer], None]) -> None:
         self.passes = 0
-        self.is_blind = False
-        self.has_loose_ends = False
-        self.is_stepping = False
-        self.is_off = False
+        self.is_blind = self.has_loose_ends = self.is_stepping = self.is_off = False
         self.captured: Tensor | None = None
         self.iteration = 0
         self._entries: dict[int, Entry] = {}

@@ -103,15 +103,13 @@ class Invariants:
         square = {} if before.raw_square is None else {"": before.raw_square}
         # A warm-up begins at a rate of 0; a scheduler that on_applied called has moved the rates since.
         rated = [one for one in stepped if any(before.rates) and any(_rates([one], one.params))]
-        lost = {p: counts for one in rated for p, counts in _lost_counts(before, one).items()}
         written = _written(grads)
         old, new, squares, norms, kept, wanted, ruined, buffers = read_together(
             before.sums,
             now,
             square,
             {one.index: one.check.norm for one in rated},
-            {p: kept for p, (kept, _) in lost.items()},
-            {p: all_ for p, (_, all_) in lost.items()},
+            *_lost_counts(before, rated),
             {key: _is_ruined(local(tensor)) for key, tensor in written.items()},
             self._buffers(),
         )
@@ -279,14 +277,11 @@ def _written(grads: Sequence[OptimizerGrads]) -> dict[StateKey, Tensor]:
     return written
 
 
-def _lost_counts(before: Before, one: OptimizerGrads) -> dict[Tensor, tuple[Tensor, Tensor]]:
+def _lost_counts(before: Before, grads: Sequence[OptimizerGrads]) -> tuple[dict[Tensor, Tensor], dict[Tensor, Tensor]]:
     """Return of the elements of each sample that have a gradient, how many kept their value, and how many there are."""
-    found = {}
-    for p in one.params:
-        if p in before.samples:
-            old, wanted = before.samples[p]
-            found[p] = ((_sample_of_master(one.optimizer, p) == old) & wanted).sum(), wanted.sum()
-    return found
+    samples = {p: (one.optimizer, *before.samples[p]) for one in grads for p in one.params if p in before.samples}
+    kept = {p: (_sample_of_master(optimizer, p) == old) & wanted for p, (optimizer, old, wanted) in samples.items()}
+    return {p: same.sum() for p, same in kept.items()}, {p: wanted.sum() for p, (_, _, wanted) in samples.items()}
 
 
 def _rates(grads: Sequence[OptimizerGrads], of: Sequence[Tensor] | None = None) -> list[float]:

@@ -97,8 +97,7 @@ class Replay:
         self._now, self._last = _Kept(), _Kept()
         self.is_running = False
         self.is_idle = True
-        self._ended_outside = False
-        self._is_paused = False
+        self._ended_outside = self._is_paused = False
         self.following: LossTrace | None = None
 
     def keep(
