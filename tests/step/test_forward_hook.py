@@ -46,7 +46,7 @@ def test_a_change_is_seen_until_it_was_looked_at(change: str) -> None:
     hook = ForwardHook(amp._engine)
     make(model, optimizer)
     assert hook.is_changed() is is_one
-    hook.look()
+    hook.snapshot()
     assert not hook.is_changed()
 
 

@@ -30,7 +30,7 @@ class ForwardHook:
         self._groups = engine.optimizers
         self._with_frozen = engine.policy.params in LOW_DTYPES  # one that is unfrozen is stored in another dtype then
         self._may_be_captured = bool(self._groups) and engine.may_capture
-        self.look()
+        self.snapshot()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AfterForward | None:
         """Open the buffers' transaction; before the root, notice other ranks and what changed. Returns what must be called with the output."""
@@ -45,7 +45,7 @@ class ForwardHook:
                 engine.join(wrapper_around(engine.model, engine.policy, is_calling=True))
             if engine.consensus is not None:
                 engine.consensus.wrapper.note_forward()
-            self.follow()
+            self.apply_changes()
         buffers, note, watch = engine.buffers, None, None
         if buffers.slots or any(buffers.registries):
             if buffers.slots and engine.gradients.is_abandoned:
@@ -56,23 +56,23 @@ class ForwardHook:
             watch = engine.recovery.keep(module, args, kwargs, with_loss=with_loss)
         return partial(_call_both, note, watch) if note is not None and watch is not None else note or watch
 
-    def follow(self) -> None:
-        """Take what changed of the model since it was looked at into the policy. Writes: as `Engine.follow_changes`."""
+    def apply_changes(self) -> None:
+        """Take what changed of the model since the last snapshot into the policy. Writes: as `Engine.follow_changes`."""
         if self.is_changed():
             refuse_no_params(self._groups)
             self._refuse_swapped()
             self._engine.follow_changes()
-            self.look()
+            self.snapshot()
 
-    def follow_traced(self) -> None:
-        """Do as `follow`, but leave a refusal to the step: the compiler would raise it as an internal error of its own."""
+    def apply_changes_traced(self) -> None:
+        """Do as `apply_changes`, but leave a refusal to the step: the compiler would raise it as an internal error of its own."""
         self._engine.refusal = None
         try:
-            self.follow()
+            self.apply_changes()
         except (StepError, PolicyError) as error:
             self._engine.refusal = error
 
-    def look(self) -> None:
+    def snapshot(self) -> None:
         """Take modules, groups and frozen parameters as they are now for what is known. Host only."""
         self._registries = [own_modules(module) for module in self._model.modules()]
         self._structure = self._structure_now()
@@ -137,11 +137,11 @@ def before_trace(hook: ForwardHook) -> Callable[[], None]:
     reference = weakref.ref(hook)
 
     @constant_when_compiled
-    def follow() -> None:
+    def apply_changes() -> None:
         if (alive := reference()) is not None:
-            alive.follow_traced()
+            alive.apply_changes_traced()
 
-    return follow
+    return apply_changes
 
 
 def _call_both(first: AfterForward, second: AfterForward, output: object) -> None:

@@ -89,7 +89,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         self._reached_step = -1
 
     def run_op(self, func: OpOverload[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one op and judge its results."""
+        """Run one op and check its results."""
         if self._stop_with is not None:
             self._stops_left -= 1
             if self._stops_left >= 0:
@@ -121,7 +121,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             self._on_scaler(facts.name)
             return out
         with self.alone():
-            self._judge(call, site)
+            self._check_results(call, site)
             self._reads.see(call, out)
         self._factored = (call, site) if facts.name in FACTORS else self._factored
         return out
@@ -202,14 +202,14 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         for sink in pending:
             self.reach(sink)
 
-    def _judge(self, call: Call, site: Site) -> None:
+    def _check_results(self, call: Call, site: Site) -> None:
         self.reference.enter_node(autograd_node(), call)
         self._carried = self.reference.see(call, site)
         tops = [amax(t) for t in call.out]
         self.flushes.see(call, site, tops)
         bad = [t for t, top in zip(call.out, tops, strict=True) if not math.isfinite(top)]
         if len(self._causes) or bad:
-            self._follow(call, site, bad)
+            self._propagate(call, site, bad)
         if call.facts.name in _COUNTS and call.out and not any(t.requires_grad for _, t in call.inputs):
             self._counts.note(call.out[0], call.facts.name != "to" or not call.inputs)
         self.lines.see(site, call.out, tops)
@@ -219,7 +219,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         if self._has_scaled_grads and not site.root and site.phase == "forward":
             self.lints.clip(site, self.context.loss_scale)
 
-    def _follow(self, call: Call, site: Site, bad: list[Tensor]) -> None:
+    def _propagate(self, call: Call, site: Site, bad: list[Tensor]) -> None:
         asked = [s for s in call.inputs if bad or self._causes.get(call.original(s[1])) is not None]
         sources = [s for s in asked if not is_finite(s[1])]
         causes = NO_CAUSE.union(*(self._causes.get(call.original(t)) or NO_CAUSE for _, t in sources))

@@ -64,7 +64,7 @@ class Trace:
         self._on_reached, self._tell_step, self._model = on_reached, on_root, model
         self._sizes: list[Size] = []
         self._calls: dict[tuple[int, int], int] = {}
-        self._followed: dict[int, Tensor] = {}
+        self._hooked: dict[int, Tensor] = {}
         self._handles: list[RemovableHandle] = []
         self._pending = PendingOutputs()
         self._flushed: dict[tuple[int, str], FlushedGradient] = {}
@@ -92,7 +92,7 @@ class Trace:
             optimizer_hooks.register_optimizer_step_post_hook(self._after_update),
         ]
         if self._model is not None:
-            self._follow(*self._model.parameters())
+            self._hook_gradients(*self._model.parameters())
         self._contexts.enter_context(self._collector.watching())
         return self
 
@@ -169,7 +169,7 @@ class Trace:
         self._pending.differentiated(loss)
         if (value := plain(loss)) is not None:
             self._idle.on_loss(amax(value) / self._context.loss_scale)
-        self._follow(*leaves_behind(loss))
+        self._hook_gradients(*leaves_behind(loss))
 
     def _on_numbers(self, tensor: Tensor, data: Any) -> None:
         with self._collector.aside():
@@ -201,12 +201,12 @@ class Trace:
             self._collector.lints.model(module, self._context.site("call"), _in_region(module))
             if autograd_node() is None:
                 self._collector.states.enter(module)
-        self._follow(*module.parameters(), *(t for _, t in self._context.modules.inputs))
+        self._hook_gradients(*module.parameters(), *(t for _, t in self._context.modules.inputs))
 
-    def _follow(self, *leaves: Tensor) -> None:
+    def _hook_gradients(self, *leaves: Tensor) -> None:
         for leaf in leaves:
-            if leaf.requires_grad and leaf.is_leaf and id(leaf) not in self._followed:
-                self._followed[id(leaf)] = leaf
+            if leaf.requires_grad and leaf.is_leaf and id(leaf) not in self._hooked:
+                self._hooked[id(leaf)] = leaf
                 # the first for what torch.autograd.grad hands out, too
                 self._handles.append(leaf.register_hook(partial(self._on_flushed, leaf)))  # type: ignore[no-untyped-call]  # torch's own
                 self._handles.append(leaf.register_post_accumulate_grad_hook(self._on_gradient))  # type: ignore[no-untyped-call]  # torch's own
@@ -294,8 +294,8 @@ class Trace:
             return
         if optimizer not in self._context.optimizers:
             self._context.optimizers.append(optimizer)
-        late = [p for p in parameters(optimizer) if id(p) not in self._followed]
-        self._follow(*late)
+        late = [p for p in parameters(optimizer) if id(p) not in self._hooked]
+        self._hook_gradients(*late)
         for p in late:
             self._on_gradient(p)
         self._settle_step()
