@@ -159,8 +159,9 @@ def shown(value: object) -> str:
 
 
 def kind_of(value: object) -> str:
-    """Return what something is, in words for an error: the class of an object, or that it is a class itself."""
-    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+    """Return what something is, in words for an error: the class of an object, with numpy's own named as such, or that it is a class itself."""
+    kind = value if isinstance(value, type) else type(value)
+    return f"{'the class ' * (kind is value)}{'numpy.' * (kind.__module__ == 'numpy')}{kind.__name__}"
 
 
 def check_given(
@@ -200,6 +201,4 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
     cutoff = 0.5 if len(options) <= 30 else 0.0
     text = word if isinstance(word, str) else shown(word)
     near = difflib.get_close_matches(text.casefold(), by_fold, n=1, cutoff=cutoff)
-    if near:
-        return f" Did you mean '{by_fold[near[0]]}'?"
-    return f" Valid: {', '.join(options)}."
+    return f" Did you mean '{by_fold[near[0]]}'?" if near else f" Valid: {', '.join(options)}."

@@ -9,6 +9,7 @@ import math
 import weakref
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -228,7 +229,8 @@ LOSS = torch.ones((), requires_grad=True)
     ("loss", "wanted", "words"),
     [
         (torch.ones(2, requires_grad=True), torch.float32, r"takes one floating number with its graph, not fp32\[2\]"),
-        (1.5, torch.float32, "not float"),
+        (1.5, torch.float32, r"not float\."),
+        (np.float32(1.5), torch.float32, r"not numpy\.float32\. .* before \.item\(\), float\(\) or \.numpy\(\)"),
         (torch.tensor(3), torch.float32, "not int64"),
         (torch.ones(()), torch.float32, "no parameter leads to"),
         ((LOSS * 1).half(), torch.float32, "a fp16 loss, and the policy declares loss=fp32"),

@@ -207,7 +207,7 @@ SENTENCES: dict[Callable[[mezzo.Stepper], None], str] = {
     loss_of_many: "backward(loss) takes one floating number with its graph, not fp32[3]. Write loss.mean().",
     loss_as_number: (
         "backward(loss) takes one floating number with its graph, not float. Hand over the tensor that the loss function "
-        "returned, before .item() or float()."
+        "returned, before .item(), float() or .numpy()."
     ),
     loss_of_counts: (
         "backward(loss) takes one floating number with its graph, not int64[]. Counts and other whole or complex numbers "

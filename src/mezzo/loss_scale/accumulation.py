@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from .._torch import autograd_engine, functorch_level, num_dispatch_modes, num_function_modes, tracing_state, version
 from .._torch import global_pre_hooks as pre_hooks
-from ..errors import StepError
+from ..errors import StepError, kind_of
 from ..formats import dtype_name
 from ..kernels import move, sum_of_bits
 from ..stamp import Stamp
@@ -241,7 +241,7 @@ def _instead(loss: object) -> str:
     if isinstance(loss, tuple | list):
         return "Hand over the loss among them, as in output[0], or the sum of losses."
     if not isinstance(loss, Tensor):
-        return "Hand over the tensor that the loss function returned, before .item() or float()."
+        return "Hand over the tensor that the loss function returned, before .item(), float() or .numpy()."
     if not loss.dtype.is_floating_point:
         return "Counts and other whole or complex numbers have no gradient: write a loss of real numbers."
     return "Write loss.mean()."
@@ -253,7 +253,7 @@ _ORDER = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def check_loss(loss: Tensor, wanted: torch.dtype) -> None:
     """Refuse, by a StepError, a loss that gives no true gradients: not one number, without graph, or of a narrower dtype than is `wanted`. Host only."""
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.dtype.is_floating_point:
-        what = f"{dtype_name(loss.dtype)}{list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        what = f"{dtype_name(loss.dtype)}{list(loss.shape)}" if isinstance(loss, Tensor) else kind_of(loss)
         raise StepError(f"backward(loss) takes one floating number with its graph, not {what}. {_instead(loss)}")
     if loss.is_meta:
         raise StepError(
