@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import itertools
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -81,6 +82,32 @@ def test_every_public_callable_has_a_docstring() -> None:
 def test_the_contract_holds_the_names_of_the_design() -> None:
     names = "Policy autocast GradScaler custom_fwd custom_bwd prepare checkpoint_contexts optim diagnose".split()
     assert [name for name in names if not hasattr(mezzo, name)] == []
+
+
+def test_the_reference_has_what_the_guide_names_in_full() -> None:
+    guide = [PAGE.parents[1] / "README.md", *(page for page in PAGE.parent.rglob("*.md") if is_guide(page))]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in guide)
+    named = set(re.findall(r"(?<![\w/.])(mezzo(?:\.[a-z]\w*)*)\.([A-Za-z]\w*)", text))
+    for space, names in re.findall(r"from (mezzo[.\w]*) import ([\w, ]+)", text):
+        named |= {(space, name) for name in names.split(", ")}
+    known = set(re.findall(r"\w+", (PAGE.parent / "reference.md").read_text(encoding="utf-8")))
+    assert {name for space, name in named if is_callable(space, name)} - known == set()
+
+
+def is_guide(page: Path) -> bool:
+    return page.name not in ("log.md", "performance.md", "architecture.md", "api.md") and "decisions" not in page.parts
+
+
+def is_callable(space: str, name: str) -> bool:
+    if space in ("mezzo.errors", "mezzo.cuda.amp"):
+        return False  # an error says itself what it is, and the old names are torch's
+    if space.startswith("mezzo.integrations"):
+        return name[0].isupper()  # importing the frameworks takes seconds
+    try:
+        value = getattr(importlib.import_module(space), name)
+    except (ImportError, AttributeError):
+        return False  # of an object, as `mezzo.casting.weight_casts.clear`
+    return inspect.isclass(value) or inspect.isfunction(value)
 
 
 if __name__ == "__main__":

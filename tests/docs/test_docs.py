@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 import mezzo
+from mezzo.cli.completion import words_after
+from mezzo.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -92,3 +94,13 @@ def test_extras_that_the_readme_names_exist() -> None:
     known = set(re.findall(r"^(\w+) = \[", section.split("\n[")[0], re.MULTILINE))
     named = set(re.findall(r"\[(\w+)\](?:'`|`)", (ROOT / "README.md").read_text(encoding="utf-8")))
     assert {"lightning", "accelerate", "transformers"} <= named <= known
+
+
+def test_options_that_the_pages_name_exist() -> None:
+    others = {"--standalone", "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint"}  # torchrun's
+    others |= {"--against", "--every"}  # of programs in benchmarks
+    known = {word for command in COMMANDS for word in words_after(command)} | others
+    for page in [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("docs/migrate/*.md")]:
+        if page.name not in ("log.md", "performance.md"):
+            named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", page.read_text(encoding="utf-8")))
+            assert named <= known, f"{page.name}: {sorted(named - known)}"

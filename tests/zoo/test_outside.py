@@ -9,8 +9,10 @@ from typing import Any, get_args
 import pytest
 import torch
 from tests.zoo.case import MARK
+from tests.zoo.lint_cases import LINTS
 from tests.zoo.test_fixes import apply
-from tests.zoo.test_zoo import offers, pasted
+from tests.zoo.test_zoo import FAULTY as PLANTED
+from tests.zoo.test_zoo import PROGRAMS, ROWS, WELL, offers, pasted
 
 import mezzo
 from mezzo.diagnose import TraceReport
@@ -75,6 +77,14 @@ def _away(name: str, frame: Frame | None) -> list[str]:
     marked = [n for n, text in enumerate((FOLDER / f"{name}.py").read_text().splitlines(), 1) if MARK in text]
     line = frame.line if frame else None
     return [f"line {line} instead of {marked}"] if marked and line not in marked else []
+
+
+def test_the_documentation_counts_the_programs_of_the_zoo() -> None:
+    sound = len(EXPECTED) - len(FAULTY) - len(REFUSED)
+    text = " ".join((FOLDER.parents[2] / "docs" / "diagnose.md").read_text(encoding="utf-8").split())
+    assert f"{len(PLANTED) + len(FAULTY)} faulty programs in {len(ROWS) + len(FAULTY)} runs" in text
+    assert f"{len(LINTS)} lint cases" in text
+    assert f"{len(PROGRAMS) + sound} healthy programs in {len(WELL) + sound} runs" in text
 
 
 @pytest.mark.parametrize("name", rows(FAULTY))
