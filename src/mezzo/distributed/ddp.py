@@ -237,7 +237,7 @@ def comm_stats_around(model: nn.Module) -> CommStats | None:
 
 
 def comm_stats(ddp: nn.Module) -> CommStats:
-    """Return what a wrapped model has sent so far on this rank; the object goes on counting.
+    """Return what a wrapped model has sent so far on this rank; the object goes on counting. Host only.
 
     Args:
         ddp: a DistributedDataParallel model, prepared or around a prepared one that has run forward.

@@ -110,7 +110,7 @@ def param_dtypes(policy: Policy, precision: Rule | torch.dtype | None, module: n
 
 
 def plan_shards(model: nn.Module, policy: Policy, units: Iterable[nn.Module] = ()) -> ShardPlan:
-    """Divide a model into groups that are gathered and reduced together.
+    """Divide a model into groups that are gathered and reduced together. Host only.
 
     Each unit, and what is left of the root, is one group for each way in which its weights are gathered. One of them is the
     unit itself, gathered when its forward begins; the others are lists of its modules.

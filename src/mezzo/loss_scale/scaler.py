@@ -114,7 +114,7 @@ class GradScaler(TorchNames):
 
     @property
     def last_step(self) -> LastStep:
-        """What the last `step` did: `applied`, and the `scale` its gradients carried; read when asked."""
+        """What the last `step` did: `applied`, and the `scale` its gradients carried. Syncs: each of the two, when it is read."""
         return self._last_step
 
     @property

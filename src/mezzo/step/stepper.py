@@ -299,7 +299,7 @@ class Stepper(PreparedRun):
     def on_applied(self, function: Callable[[], object], optimizer: Optimizer | None = None) -> Callable[[], object]:
         """Have a function called after each step that was taken: a scheduler's step, an EMA update, a counter.
 
-        The host must know then, so every step is read once.
+        Syncs: no; every step does from then on, once, since the host must know whether it was taken.
 
         Args:
             function: called without arguments.
@@ -329,7 +329,7 @@ class Stepper(PreparedRun):
         return function
 
     def observe(self, observer: StepObserver) -> Callable[[], None]:
-        """Have an observer called around every step, taken or not. Unlike `on_applied`, this reads nothing.
+        """Have an observer called around every step, taken or not. Syncs: no, nor do the steps for it.
 
         Returns:
             A function that takes the observer off again.
