@@ -94,6 +94,9 @@ def test_rivals_are_mixed_precision_by_others() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
+)  # torchao compiles its step
 @pytest.mark.parametrize("name", ["flashoptim", "torchao"])
 def test_optimizers_of_others_train_16_bit_weights(name: str) -> None:
     device = torch.device("cuda" if name == "flashoptim" and torch.cuda.is_available() else "cpu")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import importlib
 import pickle
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -209,6 +210,11 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+def aux_states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for p in (p for group in optimizer.param_groups for p in group["params"] if p.dtype is not torch.float32):
+        yield optimizer.aux_state(p)[1]
+
+
 class TestRelease:
     @pytest.mark.parametrize("policy", ["bf16", "bf16-master", "fp16-master", "fp16, grads=fp32"])
     @pytest.mark.parametrize("name", ["adamw", "sgd", "rmsprop", "mezzo"])
@@ -219,6 +225,7 @@ class TestRelease:
         model = Net()
         optimizer = OPTIMIZERS[name](model.parameters())
         classes, optimizer_class = [type(m) for m in model.modules()], type(optimizer)
+        attributes = set(vars(optimizer))
         amp = mezzo.prepare(model, optimizer, policy)
         for _ in range(3):
             x, y = batch()
@@ -226,8 +233,13 @@ class TestRelease:
             amp.backward(mse(model(x), y))
             amp.step()
         want = amp.export_weights()
+        beside = [weakref.ref(aux) for one in amp.optimizers for aux in aux_states(one)]
         amp.release()
         assert [type(m) for m in model.modules()] == classes and type(optimizer) is optimizer_class
+        assert set(vars(optimizer)) == attributes
+        assert (policy in ("bf16", "fp16, grads=fp32")) is not bool(beside) and not any(
+            aux() is not None for aux in beside
+        )
         assert all(p.dtype is torch.float32 and p.grad_dtype in (None, torch.float32) for p in model.parameters())
         assert all(torch.equal(want[key], value) for key, value in model.state_dict().items())
         assert not any("mezzo" in key for m in model.modules() for key in m.__dict__)

@@ -11,6 +11,7 @@ import torch
 from tests.step.step_models import Net, batch, mse
 from tests.torch_versions import ADAGRAD_STARTS_LATE
 from torch import Tensor, nn
+from torch.nn.utils import parametrize, prune
 
 import mezzo
 from mezzo.errors import PolicyError, StepError
@@ -356,3 +357,43 @@ def test_a_parametrization_that_brings_buffers_between_steps() -> None:
         amp.zero_grad()
         amp.backward(model(torch.ones(2, 4)).square().mean())
         assert amp.step().applied
+
+
+class Halved(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight / 2
+
+
+LATER: dict[str, Callable[[nn.Module], object]] = {
+    "parametrization": lambda m: parametrize.register_parametrization(m, "weight", Halved()),
+    "spectral norm": lambda m: nn.utils.parametrizations.spectral_norm(m, n_power_iterations=20),
+    "former spectral norm": lambda m: nn.utils.spectral_norm(m, n_power_iterations=20),
+    "pruning": lambda m: prune.random_unstructured(m, "weight", 2),
+}
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16-master", "fp16-master, scaling=16", "bf16-master, master=kahan"])
+@pytest.mark.parametrize("name", LATER)
+def test_a_weight_that_is_computed_since_is_trained_on(name: str, policy: str) -> None:
+    """It stays as the policy stored it, with its master, though no rule names the place where it stands now."""
+
+    def trained(policy: str) -> tuple[Tensor, set[torch.dtype]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy + EVERY)
+        for turn in range(5):
+            if turn == 2:
+                torch.manual_seed(1)
+                LATER[name](model[0])
+            amp.zero_grad()
+            amp.backward((model(torch.ones(3, 4)) - 1).square().mean())
+            assert amp.step()
+        assert not amp.report(strict=True).differing
+        out = model(torch.ones(3, 4)).detach()
+        amp.release()
+        return out, {p.dtype for p in model.parameters()}
+
+    (got, dtypes), (want, _) = trained(policy), trained("fp32")
+    eps = torch.finfo(torch.bfloat16 if "bf16" in policy else torch.float16).eps
+    torch.testing.assert_close(got, want, rtol=0, atol=16 * eps)
+    assert dtypes == {torch.float32}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import mezzo
+from mezzo.errors import StepError
 
 
 class Classifier(nn.Module):
@@ -64,6 +65,34 @@ def test_a_program_has_the_bits_of_eager_where_that_runs_torchs_kernels(policy: 
         torch.testing.assert_close(got, want, rtol=0, atol=limit)
     else:
         assert torch.equal(got, want)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.layer = nn.Parameter(torch.randn(8, 8)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) @ self.weight + x
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16-master", "fp16-master", "bf16, ops=mezzo", "fp32"])
+def test_symbolic_trace_is_told_where_its_graph_would_drop_the_policy(policy: str) -> None:
+    model, x = nn.Sequential(Residual(), nn.Linear(8, 8)), torch.randn(4, 8)
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy)
+    if policy == "fp32":
+        assert torch.equal(torch.fx.symbolic_trace(model)(x), model(x))
+        return
+    for part in (model, model[0]):
+        with pytest.raises(StepError, match=r"before mezzo\.prepare.*release"):
+            torch.fx.symbolic_trace(part)
+    want = model(x)
+    amp.release()
+    traced: nn.Module = torch.fx.symbolic_trace(model)
+    mezzo.prepare(traced, torch.optim.SGD(traced.parameters(), lr=0.1), policy)
+    with Dtypes() as dtypes:
+        assert torch.equal(traced(x), want)
+    assert torch.float32 not in dtypes.of("addmm", "mm")
 
 
 @pytest.mark.parametrize("sequential", [False, True])

@@ -41,7 +41,7 @@ from ..kernels import is_emulated
 from ..policy import FP32_RULES, CacheName, Policy
 from .module_rules import Precision, cast_nest, has_module_rules, run_ruled, when_traced, without_module_rules
 from .module_weights import ParameterEntry, WideTensors, first_entry, largest_matrix
-from .refusals import REFUSALS, leaves_dtypes
+from .refusals import REFUSALS, leaves_dtypes, refuse_symbolic_trace
 
 RECORD = "_mezzo_bound"
 """Where a bound module keeps its record: beside its parameters, not in its state dict."""
@@ -282,6 +282,8 @@ def _open(
     What is called between the graphs of a compiler gets no mode for products: the compiler would meet it in each frame below.
     """
     binding, is_eager, after = bound.binding, not is_compiling(), None
+    if binding.policy.is_low and any([isinstance(arg, torch.fx.Proxy) for arg in (*args, *kwargs.values())]):
+        refuse_symbolic_trace()
     resumes = not bound.is_root and _is_recompute()
     if is_eager:
         binding.follow(bound.first_parameter(module))

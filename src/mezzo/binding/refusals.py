@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
@@ -34,6 +34,14 @@ def _refuse_quantization(module: nn.Module, qconfig: object) -> None:
     raise StepError(
         "torch.ao.quantization was given a prepared model, and it replaces modules by their exact class, so it would "
         "quantize none of them. Call amp.release() first, which gives the plain model back."
+    )
+
+
+def refuse_symbolic_trace() -> NoReturn:
+    """Raise the StepError for arguments that stand for values: the graph that they are traced into would not hold the region."""
+    raise StepError(
+        "torch.fx.symbolic_trace was given a prepared model, and its graph would not hold the policy: functions would run in fp32. Trace it "
+        "before mezzo.prepare, which takes the traced model, or call amp.release() first; torch.export takes prepared models."
     )
 
 

@@ -159,6 +159,7 @@ def release(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         for name in (*AUX_STATE.values(), *(["step"] if isinstance(inner, AdoptedSGD) else [])):
             entry.pop(name, None)
         entry.update({name: held.clone() for name, held in entry.items() if name == "step"})
+    inner._forget()  # else what is kept of its steps holds their masters
     plain = _PLAIN.get(type(inner))
     for options in (inner.defaults, *inner.param_groups, *optimizer.param_groups):
         if plain is not None:
@@ -167,6 +168,8 @@ def release(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         elif options.pop(_FROM_POLICY, False):
             options["master"] = None
     if plain is not None:
+        for name in ("_plans", "_options", "_entries", "_group_places", "set_at"):
+            delattr(inner, name)
         inner.__class__ = plain  # type: ignore[assignment]  # what it was
         follow_class_step(inner)
     return optimizer

@@ -56,7 +56,7 @@ class Engine:
         self.model, self.news, policy = model, news, binding.policy
         self.optimizers = tuple(optimizers)
         self.names = names = ParameterNames(model, self.optimizers)
-        self._loaded = {p: dtype for p, (dtype, _) in was.dtypes.items()}
+        self._dtypes = {p: p.dtype if p.dtype in LOW_DTYPES else dtype for p, (dtype, _) in was.dtypes.items()}
         self._skip: Skip = skip
         self.root = innermost(model)
         self.gradients = Gradients(model, self.optimizers, names, policy.loss, by_turns=skip == "independent")
@@ -135,7 +135,7 @@ class Engine:
         """Return what is declared beside what is; see `Stepper.report`."""
         self.names.refresh()
         buffers = self.buffers.dtypes()
-        return make_report(self.root, self.optimizers, self.policy, self.names, buffers, self._loaded)
+        return make_report(self.root, self.optimizers, self.policy, self.names, buffers, self._dtypes)
 
     def refuse_capture(self, call: str) -> None:
         """Refuse a call while somebody else captures a graph, which no host could follow when it is replayed: a StepError. Syncs: no."""

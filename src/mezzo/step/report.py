@@ -110,7 +110,7 @@ def make_report(
     buffers: Mapping[str, torch.dtype],
     loaded: Dtypes,
 ) -> StateReport:
-    """Look at everything a run keeps: `loaded` are the dtypes of parameters before they were prepared, `buffers` those that floating ones had then, or that a forward gave them. Syncs: no."""
+    """Look at everything a run keeps: `loaded` are the dtypes of parameters before they were prepared, or 16 bit where the policy stored them so, `buffers` those that floating ones had then, or that a forward gave them. Syncs: no."""
     moments, kept = _state(optimizers, names, policy.state)
     rows = [
         *_weight_rows(model, optimizers, policy, names, loaded),
