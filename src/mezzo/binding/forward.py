@@ -282,7 +282,7 @@ def _open(
     What is called between the graphs of a compiler gets no mode for products: the compiler would meet it in each frame below.
     """
     binding, is_eager, after = bound.binding, not is_compiling(), None
-    if binding.policy.is_low and any([isinstance(arg, torch.fx.Proxy) for arg in (*args, *kwargs.values())]):
+    if any([isinstance(arg, torch.fx.Proxy) for arg in (*args, *kwargs.values())]) and binding.policy.is_low:
         refuse_symbolic_trace()
     resumes = not bound.is_root and _is_recompute()
     if is_eager:
