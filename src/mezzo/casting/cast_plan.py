@@ -140,7 +140,6 @@ def _make_plan(
     cache_enabled: bool | None,
     policy: Policy | None,
     cache: CacheName,
-    strict: bool,
 ) -> str:
     rules = policy if policy is not None else Policy()
     required = [rule.pattern for rule in rules.modules if rule.required]
@@ -153,8 +152,6 @@ def _make_plan(
     decided = [_switch(device, default, dtype, enabled, policy) for device, default in pairs]
     switches = tuple(switch for switch, _ in decided)
     warning = next((obstacle for _, obstacle in decided if obstacle is not None), None)
-    if strict and warning is not None:
-        raise RegionError(warning)
     live = tuple(switch.device_type for switch in switches if switch.enabled)
     for device in live:
         take_index_writes(device)
@@ -172,13 +169,11 @@ def _make_plan(
 
 
 @constant_when_compiled
-def _name_of(
-    devices: Any, defaults: Any, dtype: object, enabled: bool, caches: Any, policy: Any, cache: Any, strict: bool
-) -> str:
+def _name_of(devices: Any, defaults: Any, dtype: object, enabled: bool, caches: Any, policy: Any, cache: Any) -> str:
     if not is_one_of(cache, ("region", "persistent")):
         raise RegionError(f"cache={shown(cache)} is unknown.{did_you_mean(cache, ('region', 'persistent'))}")
     chosen = None if policy is None else as_policy(policy)
-    return _make_plan(devices, defaults, _as_dtype(dtype), enabled, caches, chosen, cache, strict)
+    return _make_plan(devices, defaults, _as_dtype(dtype), enabled, caches, chosen, cache)
 
 
 def _as_dtype(dtype: object) -> torch.dtype | None:

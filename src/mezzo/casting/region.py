@@ -105,11 +105,15 @@ class autocast(UnmanagedAutocast):  # the name torch gives it
             cache_enabled = as_flag("autocast", "cache_enabled", cache_enabled, RegionTypeError)
         is_decided = enabled and dtype is not None
         defaults = () if is_decided else tuple([torch.get_autocast_dtype(device) for device in devices])
-        self._plan = plan_of(devices, defaults, dtype, enabled, cache_enabled, policy, cache, strict)
+        self._plan = plan_of(devices, defaults, dtype, enabled, cache_enabled, policy, cache)
         self._asked: tuple[object, ...] | None = (device_type, dtype, enabled, cache_enabled, policy, cache, strict)
         self._traced: list[_Frame] = []  # entries in a graph; those of a thread are the thread's
-        if self._plan.warning is not None and not torch.compiler.is_compiling():
-            warnings.warn(self._plan.warning.replace("autocast('cuda')", f"autocast({device_type!r})"), stacklevel=2)
+        if self._plan.warning is not None:
+            sentence = self._plan.warning.replace("autocast('cuda')", f"autocast({device_type!r})")
+            if strict:
+                raise RegionError(sentence)
+            if not torch.compiler.is_compiling():
+                warnings.warn(sentence, stacklevel=2)
 
     @classmethod
     def current(cls, *, enabled: bool | None = None) -> autocast:
