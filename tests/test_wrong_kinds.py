@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,17 @@ def master_weights() -> mezzo.optim.MasterWeights:
     return mezzo.optim.MasterWeights(torch.optim.RMSprop([nn.Parameter(torch.ones(2).bfloat16())]))
 
 
+def with_flag(name: str, value: Any) -> None:
+    mezzo.optim.AdamW(weights(), **{name: value})
+
+
+def with_flag_set(name: str, value: Any) -> None:
+    stepped = mezzo.optim.AdamW(weights())
+    stepped.param_groups[0].update({name: value})
+    stepped.param_groups[0]["params"][0].grad = torch.ones(2)
+    stepped.step()
+
+
 def report() -> mezzo.diagnose.Report:
     return mezzo.diagnose.lint(nn.Linear(2, 1), torch.ones(1, 2))
 
@@ -84,7 +96,7 @@ def report() -> mezzo.diagnose.Report:
 TEXTS = {"text", "empty", "NUL", "half a character"}
 TENSORS = {"no tensor", "tensor of 1", "tensor", "whole tensor", "meta", "complex tensor"}
 FLAGS = {*wrong()} - {"array", "no tensor", "tensor", "whole tensor", "meta", "rude"}
-UNSET = {"None", "empty", "0", "no list"}
+UNSET = {"None", "0"}
 CONFIG, STATE = mezzo.ScalingConfig(), LossScale(scale=2.0)
 NUMBERS = {"int", "True", "-1", "0", "nan", "inf"}
 
@@ -133,10 +145,15 @@ DOORS: dict[str, tuple[Callable[[Any], object], set[str]]] = {
     "AdamW, a parameter of a group": (lambda v: mezzo.optim.AdamW([{"params": [v]}]), TENSORS),
     "AdamW.add_param_group": (lambda v: mezzo.optim.AdamW(weights()).add_param_group(v), set()),
     "AdamW(differentiable)": (lambda v: mezzo.optim.AdamW(weights(), differentiable=v), UNSET),
+    **{f"AdamW({name})": (partial(with_flag, name), UNSET | {"True"}) for name in ("amsgrad", "maximize", "foreach", "capturable", "fused")},
+    **{f"AdamW, {name} of a group": (partial(with_flag_set, name), UNSET | {"True"}) for name in ("amsgrad", "maximize", "decoupled_weight_decay")},
+    "AdamW, differentiable of a group": (partial(with_flag_set, "differentiable"), UNSET),
     "AdamW(betas)": (lambda v: mezzo.optim.AdamW(weights(), betas=v), set()),
     "AdamW.step": (lambda v: mezzo.optim.AdamW(weights()).step(v), {"None", "class", "function"}),
     "AdamW.master": (lambda v: mezzo.optim.AdamW(weights()).master(v), set()),
-    "SGD(nesterov)": (lambda v: mezzo.optim.SGD(weights(), nesterov=v), UNSET),
+    "SGD(nesterov)": (lambda v: mezzo.optim.SGD(weights(), momentum=0.9, nesterov=v), UNSET | {"True"}),
+    "SGD(differentiable)": (lambda v: mezzo.optim.SGD(weights(), differentiable=v), UNSET),
+    "Trace.assume_scale": (lambda v: mezzo.diagnose.trace(nn.Linear(2, 1)).assume_scale(v), {"int", "True", "array 0-d", "tensor of 1"}),
     "MasterWeights.add_param_group": (lambda v: master_weights().add_param_group(v), set()),
     "MasterWeights.step": (lambda v: master_weights().step(v), {"None", "class", "function"}),
     "adopt(policy)": (lambda v: mezzo.optim.adopt(optimizer(), v), set()),

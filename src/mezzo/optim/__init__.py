@@ -11,12 +11,12 @@ from .adopt import stepped_optimizer as stepped_optimizer
 from .adopt import wrapped_optimizer as wrapped_optimizer
 from .base import MasterOptimizer as MasterOptimizer
 from .base import is_hooked as is_hooked
+from .checks import HOW as HOW
 from .checks import check_finite as check_finite
 from .master_store import check_whole as check_whole
 from .master_weights import MasterWeights as MasterWeights
 from .optimizer_state import OWN_OPTIONS as OWN_OPTIONS
 from .optimizer_state import take_loaded_masters_ as take_loaded_masters_
-from .saved_state import HOW as HOW
 from .saved_state import MOMENTS as MOMENTS
 from .saved_state import SQUARES as SQUARES
 from .saved_state import check_mapping as check_mapping

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..kernels import AdamWRule, Backend, adamw
 from ..policy import Master
 from .base import MasterOptimizer, Params
-from .checks import check_betas, check_differentiable, check_range, check_rate
+from .checks import check_betas, check_flags, check_range, check_rate
 
 
 class AdamW(MasterOptimizer):
@@ -68,7 +68,8 @@ class AdamW(MasterOptimizer):
         rounding_seed: int = 0,
         backend: Backend = "auto",
     ) -> None:
-        check_differentiable(self, differentiable)
+        how = {"foreach": foreach, "capturable": capturable, "differentiable": differentiable, "fused": fused}
+        check_flags(self, {"amsgrad": amsgrad, "maximize": maximize, **how})
         check_rate(lr)
         check_betas(betas)
         check_range("eps", eps)

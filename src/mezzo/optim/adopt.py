@@ -16,7 +16,7 @@ from ..loss_scale import parameters
 from ..policy import Policy, PolicyLike, as_policy
 from .adamw import Adam, AdamW
 from .base import MasterOptimizer, hook_steps
-from .checks import check_differentiable
+from .checks import check_flags
 from .master_weights import MasterWeights
 from .optimizer_state import OWN_OPTIONS, HasMasters, mode_of, own_state, take_master_
 from .saved_state import check_saved
@@ -182,7 +182,8 @@ def _choose_master(optimizer: MasterOptimizer, policy: Policy, *around: dict[str
 
 
 def _take_over(optimizer: torch.optim.Optimizer, policy: Policy) -> None:
-    check_differentiable(optimizer, any(group["differentiable"] for group in optimizer.param_groups))
+    for group in optimizer.param_groups:
+        check_flags(optimizer, group)
     own: dict[str, Any] = {"master": policy.master, "state_dtype": policy.state, "rounding_seed": 0, "backend": "auto"}
     for options in (optimizer.defaults, *optimizer.param_groups):
         options.update(own)

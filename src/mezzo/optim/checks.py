@@ -11,7 +11,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, MasterError, MezzoError, as_flag, did_you_mean, first_line, kind_of, listed, shown
+from ..errors import ConfigError, MasterError, MezzoError, did_you_mean, first_line, kind_of, listed, shown
 from ..formats import LARGEST, LOW_DTYPES, describe, dtype_name, is_number, is_one_of, number_of
 from ..kernels import registry
 from ..loss_scale import param_names
@@ -19,6 +19,9 @@ from ..policy import Master
 
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 _NUMBERS = ("lr", "weight_decay", "eps", "momentum", "dampening")
+HOW = ("fused", "foreach", "capturable", "differentiable")
+"""Options that say how a step is computed, on the devices of the run: torch takes them from the checkpoint, and a fused optimizer then breaks."""
+_FLAGS = (*HOW, "amsgrad", "nesterov", "maximize", "decoupled_weight_decay")
 _READ = (*_NUMBERS, "betas", "amsgrad", "nesterov", "maximize", "master", "state_dtype", "rounding_seed", "backend")
 
 
@@ -52,6 +55,7 @@ def check_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
     if gone := [name for name in _READ if name in optimizer.defaults and name not in group]:
         raise ConfigError(f"a group of {kind} has no {gone[0]} any more: set it, as in group['{gone[0]}'] = ...")
     _check_own(group)
+    check_flags(optimizer, group)
     for name in _NUMBERS:
         if not (is_number(value := group.get(name, 0.0)) or isinstance(value, (Tensor, bool))):
             raise ConfigError(f"a group of {kind} has {name}={shown(value)}: write a finite number.")
@@ -98,14 +102,18 @@ def check_count(label: str, step: object) -> None:
         raise ConfigError(f"the state of {label} has step={describe(step)}: it counts steps, so write one number.")
 
 
-def check_differentiable(optimizer: torch.optim.Optimizer, differentiable: bool) -> None:
-    """Refuse differentiable=True: a ConfigError."""
-    if as_flag(type(optimizer).__name__, "differentiable", differentiable):
-        name = type(optimizer).__name__
-        raise ConfigError(
-            f"differentiable=True was asked of mezzo.optim.{name}: rounding to 16 bit has no gradient. "
-            f"Write torch.optim.{name} with fp32 parameters."
-        )
+def check_flags(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> None:
+    """Refuse, by a ConfigError, a flag that says neither yes nor no, and differentiable=True. Syncs: for a tensor, once."""
+    kind = type(optimizer).__name__
+    for name in _FLAGS:
+        given = options.get(name)
+        if not (given is None or isinstance(given, bool) or is_one_of(number_of(given), (False, True, 0, 1))):
+            raise ConfigError(f"{kind} was given {name}={shown(given)}; give True or False.")
+        if given and name == "differentiable":
+            raise ConfigError(
+                f"differentiable=True was asked of mezzo.optim.{kind}: rounding to 16 bit has no gradient. "
+                f"Write torch.optim.{kind} with fp32 parameters."
+            )
 
 
 def check_closure(optimizer: torch.optim.Optimizer, closure: object) -> None:

@@ -19,7 +19,7 @@ from ..kernels import AUX_STATE, ScaledGradients
 from ..loss_scale import StepScaling, handing, parameters
 from ..policy import Master
 from .base import MasterOptimizer
-from .checks import check_closure, check_seed, taking_params
+from .checks import HOW, check_closure, check_seed, taking_params
 from .master_store import Masters, Mode
 from .optimizer_state import (
     OWN_OPTIONS,
@@ -30,7 +30,7 @@ from .optimizer_state import (
     keep_masters,
     take_masters_,
 )
-from .saved_state import HOW, check_saved, each_entry, refuse
+from .saved_state import check_saved, each_entry, refuse
 
 _OWN_STATE = (*AUX_STATE.values(), "rounding_step")
 _STATE_HOOKS = [f"register_{what}state_dict_{when}_hook" for what in ("", "load_") for when in ("pre", "post")]

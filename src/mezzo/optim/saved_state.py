@@ -16,7 +16,7 @@ from ..errors import CheckpointError, first_line, listed, shown
 from ..formats import LOW_DTYPES, describe, dtype_name, extremes, is_number, number_of
 from ..kernels import AUX_STATE, local, misplaced
 from ..loss_scale import parameters
-from .checks import is_seed
+from .checks import HOW, is_seed
 
 MOMENTS = frozenset(
     ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta")
@@ -29,8 +29,6 @@ _COUNTS = frozenset(("step", "mu_product", "eta", "mu"))
 _AUX_DTYPES = {AUX_STATE["split"]: torch.int16, AUX_STATE["fp32"]: torch.float32}
 _UPDATE = ("betas", "momentum", "dampening", "alpha", "rho", "etas", "lr_decay", "lambd", "beta2_decay", "history_size")
 """Options of torch's optimizers that say whose update it is."""
-HOW = ("fused", "foreach", "capturable", "differentiable")
-"""Options that say how a step is computed, on the devices of the run: torch takes them from the checkpoint, and a fused optimizer then breaks."""
 _NONE_YET = "momentum_buffer"
 """What torch's SGD saves as None before its first step with momentum."""
 

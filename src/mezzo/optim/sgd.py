@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, as_flag
+from ..errors import ConfigError
 from ..formats import number_of
 from ..kernels import Backend, SGDRule, sgd
 from ..policy import Master
 from .base import MasterOptimizer, Params
-from .checks import check_differentiable, check_range, check_rate
+from .checks import check_flags, check_range, check_rate
 
 
 class SGD(MasterOptimizer):
@@ -69,12 +69,13 @@ class SGD(MasterOptimizer):
         rounding_seed: int = 0,
         backend: Backend = "auto",
     ) -> None:
-        check_differentiable(self, differentiable)
+        how = {"foreach": foreach, "differentiable": differentiable, "fused": fused}
+        check_flags(self, {"nesterov": nesterov, "maximize": maximize, **how})
         check_rate(lr)
         check_range("momentum", momentum)
         check_range("weight_decay", weight_decay)
         check_range("dampening", dampening, low=-math.inf)
-        if as_flag("SGD", "nesterov", nesterov) and (momentum <= 0 or dampening != 0):
+        if nesterov and (momentum <= 0 or dampening != 0):
             raise ConfigError(
                 f"nesterov=True was asked with momentum={momentum}, dampening={dampening}: "
                 "it looks ahead along undamped momentum. Write momentum > 0 and dampening=0."

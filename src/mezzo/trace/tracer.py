@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from .._torch import autograd_node, dispatch_modes, function_modes
 from ..binding import tensors_in
 from ..errors import ConfigError, RegionError, shown
-from ..formats import dtype_name, is_count
+from ..formats import SMALLEST, dtype_name, is_count, is_number, number_of
 from ..optim import parameters
 from .collector import Collector
 from .context import TraceContext
@@ -157,8 +157,10 @@ class Trace:
         self._collector.stop(reason)
 
     def assume_scale(self, scale: float) -> None:
-        """Say what factor gradients carry that backward is given, where no loss is there to show it."""
-        self._context.loss_scale = scale
+        """Say what factor gradients carry that backward is given, where no loss is there to show it; a ConfigError for what no loss scale can be."""
+        if not is_number(number := number_of(scale), SMALLEST):
+            raise ConfigError(f"assume_scale was given {shown(scale)}; give the loss scale, a finite number above 0.")
+        self._context.loss_scale = float(number)
 
     def _on_sink(self) -> None:
         if self._on_reached is not None:
