@@ -46,8 +46,8 @@ class TestNoGradients:
             amp.step()
 
     def test_parameters_of_another_model(self) -> None:
-        model, other = Net(), Net()
-        amp = mezzo.prepare(model, torch.optim.SGD(other.parameters()), "fp32")
+        _, amp = prepared("fp32")
+        amp.optimizers[0].param_groups[0]["params"] = list(Net().parameters())
         amp.backward(loss_of(amp))
         with pytest.raises(StepError) as error:
             amp.step()
@@ -56,6 +56,22 @@ class TestNoGradients:
             "model was copied or replaced after the optimizer was made. Make the optimizer from model.parameters() of "
             "the prepared model."
         )
+
+    def test_parameters_of_another_model_alone_are_refused_before_the_first_step(self) -> None:
+        model = Net()
+        optimizer = torch.optim.SGD(Net().parameters())
+        with pytest.raises(
+            StepError, match=r"none of the optimizer's 8 trainable .*\. Make the optimizer from model\.parameters"
+        ):
+            mezzo.prepare(model, optimizer, "bf16-master")
+        own, loss = torch.optim.SGD(model.parameters()), nn.Linear(2, 1)
+        mezzo.prepare(model, [own, torch.optim.SGD(loss.parameters())], "bf16").release()
+        own.add_param_group({"params": loss.parameters()})
+        mezzo.prepare(model, own, "bf16").release()
+        image = nn.Parameter(torch.zeros(3, 4))
+        amp = mezzo.prepare(model.requires_grad_(False), torch.optim.SGD([image]), "bf16")
+        amp.backward(amp.model(image).square().mean())
+        assert amp.step()
 
     def test_out_of_reach(self) -> None:
         model = Net()

@@ -149,6 +149,26 @@ def refuse_repeated(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
             )
 
 
+def refuse_strangers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse, by a StepError, optimizers that hold no parameter of a model that has some to train. Host only."""
+    held = [p for one in optimizers for p in parameters(one) if p.requires_grad]
+    if any(p.requires_grad for p in model.parameters()) and (strangers := _strangers(model, held)):
+        raise StepError(
+            f"mezzo.prepare(model, optimizer, policy): {strangers} Where something else is trained through the model, as an image, freeze "
+            "the model: model.requires_grad_(False)."
+        )
+
+
+def _strangers(model: nn.Module, trainable: Sequence[Tensor]) -> str:
+    """Return a sentence where none of what optimizers train is a parameter of the model, else nothing. Host only."""
+    if not trainable or not {*model.parameters()}.isdisjoint(trainable):
+        return ""
+    return (
+        f"none of the optimizer's {len(trainable)} trainable parameters belongs to the prepared model; the model was copied or "
+        "replaced after the optimizer was made. Make the optimizer from model.parameters() of the prepared model."
+    )
+
+
 def refuse_replaced(model: nn.Module, had: Mapping[Tensor, str]) -> None:
     """Refuse, by a StepError, to leave untrained what has the name that a stepped parameter `had`, and a gradient. Host only."""
     now = dict(model.named_parameters())
@@ -166,20 +186,14 @@ def why_no_gradients(
 ) -> str:
     """Return the sentence that says which of the causes it is: nothing trainable, strangers, or out of reach. Host only."""
     params = [p for optimizer in optimizers for p in parameters(optimizer)]
-    known = set(model.parameters())
     trainable = [p for p in params if p.requires_grad]
     if not trainable:
         frozen = f"all {len(params)} parameters of the optimizer are frozen (requires_grad=False). Unfreeze some, or give the optimizer the trainable ones."
         none = "the optimizer has no parameters any more, in no group. Write optimizer.add_param_group(...)."
         return f"step() found no gradients: {frozen if params else none}"
-    strangers = [p for p in trainable if p not in known]
-    if len(strangers) == len(trainable):
-        return (
-            f"step() found no gradients: none of the optimizer's {len(trainable)} trainable parameters belongs to the "
-            "prepared model; the model was copied or replaced after the optimizer was made. "
-            "Make the optimizer from model.parameters() of the prepared model."
-        )
-    reached = [p for p in known if p.grad is not None]
+    if strangers := _strangers(model, trainable):
+        return f"step() found no gradients: {strangers}"
+    reached = [p for p in model.parameters() if p.grad is not None]
     if reached:
         return (
             f"step() found no gradients: the loss reaches {len(reached)} parameters of the model, but none of the "

@@ -35,7 +35,7 @@ from ..optim import adopt, local_optimizer, parameters, take_loaded_masters_, wr
 from ..policy import CacheName, PolicyLike, as_policy
 from .capture import P, R
 from .foreign_scaler import warn_of_earlier
-from .leftovers import refuse_repeated
+from .leftovers import refuse_repeated, refuse_strangers
 from .loading import MastersFollow
 from .recovery import check_demotion
 from .release import let_go, original, remember_attributes, remember_weights
@@ -143,6 +143,7 @@ def prepare(
     check_demotion(resolved, None)
     check_floats(inner, resolved)
     refuse_repeated(model, given)
+    refuse_strangers(model, given)
     _check_shared(given, skip)
     was = original(inner, given)
     undo = ExitStack()
