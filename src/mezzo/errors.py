@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from inspect import signature
 from types import UnionType
 from typing import Any
 
@@ -202,3 +203,23 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
     text = word if isinstance(word, str) else shown(word)
     near = difflib.get_close_matches(text.casefold(), by_fold, n=1, cutoff=cutoff)
     return f" Did you mean '{by_fold[near[0]]}'?" if near else f" Valid: {', '.join(options)}."
+
+
+def misfit_of(
+    call: str,
+    function: Callable[..., object],
+    given: Mapping[str, Any],
+    words: Mapping[str, str | Callable[[Any], str]],
+) -> str:
+    """Return what to write in place of a call that does not fit a function's arguments, of which other libraries have some by other `words`.
+
+    >>> misfit_of("root(x)", lambda x: x, {"y": 1}, {"y": "write x"})
+    "root(x) has no argument 'y': write x."
+    """
+    known = {name: one for name, one in signature(function).parameters.items() if name != "self"}
+    for name in [name for name in given if name not in known]:
+        word = words.get(name)
+        meant = word(given[name]) if callable(word) else word
+        return f"{call} has no argument '{name}'" + (f": {meant}." if meant else f".{did_you_mean(name, known)}")
+    takes = [name if one.kind is one.POSITIONAL_OR_KEYWORD else f"{name}=..." for name, one in known.items()]
+    return f"{call} takes {', '.join(takes) or 'nothing'}."

@@ -143,8 +143,17 @@ def test_a_precision_by_another_name_is_called_policy(name: str, value: object) 
         ((), {"opt_level": "O2"}, r"'opt_level'.* policy='O2'"),
         ((), {"chache": "region"}, r"'chache'\. Did you mean 'cache'\?"),
         ((), {"models": 1}, r"'models'\. Did you mean 'model'\?"),
-        (("bf16", "loader", "scheduler"), {}, r"model, optimizer and policy by position, got 5.*on_applied"),
-        ((), {"optimizer": None}, r"multiple values for argument 'optimizer'"),
+        (
+            ("bf16", "loader", "scheduler"),
+            {},
+            r"prepare\(\) takes model, optimizer, policy, skip=\.\.\., cache=\.\.\.\.",
+        ),
+        ((), {"scheduler": 1}, r"'scheduler': write amp\.on_applied\(scheduler\.step\)\."),
+        ((), {"loss_scale": "dynamic"}, r"'loss_scale': write it in the policy, .* policy='fp16, scaling=1024'"),
+        ((), {"max_grad_norm": 1.0}, r"'max_grad_norm': write amp\.step\(max_norm=\.\.\.\)"),
+        ((), {"enabled": False}, r"'enabled': write policy='fp32'"),
+        ((), {"bf16": True}, r"'bf16': write policy='fp16-master' or policy='bf16-master'"),
+        ((), {"optimizer": None}, r"prepare\(\) takes model, optimizer, policy, "),
     ],
 )
 def test_a_call_that_fits_no_argument_is_answered(
@@ -154,6 +163,33 @@ def test_a_call_that_fits_no_argument_is_answered(
     with pytest.raises(StepError, match=words):
         mezzo.prepare(model, optimizer, *more, **given)
     assert trains(mezzo.prepare(model, optimizer, "bf16"), model)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda amp: amp.step(max_grad_norm=1.0), r"amp\.step\(\) has no argument 'max_grad_norm': write amp\.step\(max_norm=\.\.\.\)"),
+        (lambda amp: amp.step(None, None), r"amp\.step\(\) takes closure, max_norm=\.\.\., clip_value"),
+        (lambda amp: amp.backward(torch.ones(()), retain_grad=True), r"'retain_grad'\. Did you mean 'retain_graph'\?"),
+        (lambda amp: amp.backward(torch.ones(()), gradient=1), r"'gradient': write amp\.backward\(\(outputs \* gradient\)\.sum\(\)\)"),
+        (lambda amp: amp.backward(), r"amp\.backward\(\) takes loss, retain_graph=\.\.\., create_graph"),
+        (lambda amp: amp.load_state_dict({}, strict=False), r"'strict': .*amp\.model\.load_state_dict\(weights, strict=False\)"),
+        (lambda amp: amp.release(1), r"amp\.release\(\) takes nothing"),
+    ],
+)  # fmt: skip
+def test_a_call_that_fits_no_argument_of_a_method_is_answered(call: Any, words: str) -> None:
+    model, optimizer = model_and_optimizer()
+    amp = mezzo.prepare(model, optimizer, "bf16")
+    with pytest.raises(StepTypeError, match=words):
+        call(amp)
+    assert trains(amp, model)
+
+
+def test_a_type_error_from_inside_stays_what_it_is() -> None:
+    model, optimizer = model_and_optimizer()
+    amp = mezzo.prepare(model, optimizer, "bf16")
+    with pytest.raises(TypeError, match="unsupported operand"):
+        amp.step(lambda: 1 + None)  # type: ignore[operator]  # the mistake
 
 
 def test_what_prepare_returns_is_one_stepper() -> None:

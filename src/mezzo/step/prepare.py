@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import wraps
-from inspect import signature
 from typing import cast, get_args
 
 import torch
@@ -29,11 +27,10 @@ from ..binding import (
 )
 from ..binding.bind import bind
 from ..distributed import disconnect, refuse_flat
-from ..errors import PolicyError, StepError, StepTypeError, did_you_mean, kind_of, shown
+from ..errors import PolicyError, StepError, did_you_mean, kind_of, shown
 from ..formats import LOW_DTYPES, is_one_of
 from ..optim import adopt, local_optimizer, parameters, take_loaded_masters_, wrapped_optimizer
 from ..policy import CacheName, PolicyLike, as_policy
-from .capture import P, R
 from .foreign_scaler import warn_of_earlier
 from .leftovers import refuse_repeated, refuse_strangers
 from .loading import MastersFollow
@@ -41,41 +38,10 @@ from .recovery import check_demotion
 from .release import let_go, original, remember_attributes, remember_weights
 from .report import ParameterNames
 from .result import Skip
-from .stepper import Stepper
+from .stepper import ARGUMENTS, Stepper, answers_misfits
 from .update import is_owned
 
 _log = logging.getLogger("mezzo.step")
-_PRECISION = {"precision", "mixed_precision", "dtype", "amp_dtype", "compute_dtype", "opt_level"}
-"""What other libraries call the argument that is `policy` here."""
-
-
-def _answers_misfits(function: Callable[P, R]) -> Callable[P, R]:
-    """Have calls that do not fit a function's arguments told what to write, in place of Python's TypeError."""
-    takes = signature(function)
-
-    @wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            takes.bind(*args, **kwargs)
-        except TypeError as misfit:
-            raise StepTypeError(f"mezzo.prepare(model, optimizer, policy) {_answer(args, kwargs, misfit)}") from None
-        return function(*args, **kwargs)
-
-    return called
-
-
-def _answer(args: Sequence[object], kwargs: Mapping[str, object], misfit: TypeError) -> str:
-    known = signature(prepare).parameters
-    for name in kwargs.keys() - known.keys():
-        if name in _PRECISION:
-            return f"has no argument '{name}': write policy={_policy_meant(kwargs[name])!r}."
-        return f"has no argument '{name}'.{did_you_mean(name, known)}"
-    if len(args) > 3:
-        return (
-            f"takes model, optimizer and policy by position, got {len(args)} arguments. Loaders stay as they are; a scheduler's "
-            "step is called after steps that were applied: amp.on_applied(scheduler.step)."
-        )
-    return f"cannot be called so: {misfit}."
 
 
 def _policy_meant(value: object) -> object:
@@ -87,7 +53,20 @@ def _policy_meant(value: object) -> object:
     return value
 
 
-@_answers_misfits
+_NAMES = ("precision", "mixed_precision", "dtype", "amp_dtype", "compute_dtype", "opt_level")
+_IN_POLICY = "write it in the policy, as in policy='fp16, scaling=1024' or policy='fp16, scaling.init_scale=1024'"
+_ARGUMENTS = {
+    **ARGUMENTS,
+    **dict.fromkeys(_NAMES, lambda value: f"write policy={_policy_meant(value)!r}"),
+    **dict.fromkeys(("loss_scale", "init_scale", "growth_interval", "growth_factor", "backoff_factor"), _IN_POLICY),
+    **dict.fromkeys(("fp16", "bf16", "master_weights"), "write policy='fp16-master' or policy='bf16-master'"),
+    "enabled": "write policy='fp32' where nothing is to be cast",
+    "device_type": "leave it out, since the device of the model decides",
+}
+"""What to write for arguments that other libraries have."""
+
+
+@answers_misfits("mezzo.prepare()", _ARGUMENTS)
 def prepare(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
