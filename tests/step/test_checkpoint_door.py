@@ -241,3 +241,17 @@ def test_expanded_moments_are_stepped() -> None:
             name = "momentum_buffer" if more else "exp_avg"
             saved["optimizers"][0]["state"][0][name] = torch.zeros(1, 1).expand(8, 4)
             amp.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("policy", ["bf16-master", "bf16-master, master=fp32"])
+def test_masters_of_a_part_that_was_added_follow_its_own_load(policy: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    amp = mezzo.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), policy)
+    model.append(part := nn.Linear(4, 2).bfloat16())
+    amp.optimizers[0].add_param_group({"params": [*part.parameters()]})
+    amp.backward(model(torch.ones(1, 4)).sum())
+    assert amp.step()
+    part.load_state_dict({"weight": torch.full((2, 4), 3.001), "bias": torch.zeros(2)})
+    assert amp.optimizers[0].master(part.weight)[0, 0] == pytest.approx(3.001)
+    amp.release()
+    assert not part._load_state_dict_pre_hooks and not part._load_state_dict_post_hooks

@@ -18,14 +18,15 @@ from ..formats import LOW_DTYPES, dtype_name
 from ..loss_scale import parameters
 from .engine import Engine
 from .leftovers import refuse_no_params
+from .loading import MastersFollow
 from .ranks import wrapper_around
 
 
 class ForwardHook:
     """Called before each forward of a prepared model, or of a module that is called without it."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, masters_follow: MastersFollow) -> None:
+        self._engine, self._masters_follow = engine, masters_follow
         self._model = engine.root
         self._groups = engine.optimizers
         self._with_frozen = engine.policy.params in LOW_DTYPES  # one that is unfrozen is stored in another dtype then
@@ -62,6 +63,7 @@ class ForwardHook:
             refuse_no_params(self._groups)
             self._refuse_swapped()
             self._engine.follow_changes()
+            self._masters_follow.follow_parts()
             self.snapshot()
 
     def apply_changes_traced(self) -> None:

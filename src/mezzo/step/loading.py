@@ -40,16 +40,22 @@ class MastersFollow:
         self._root = weakref.ref(model)
         self._restored: dict[Tensor, int] = {}
         self._is_off = False
-        parts = [
-            part for part in model.modules() if not isinstance(part, torch.jit.ScriptModule)
-        ]  # which takes no hooks
-        before = [part.register_load_state_dict_pre_hook(_Inert(self._before)) for part in parts]  # type: ignore[no-untyped-call]
-        after = [part.register_load_state_dict_post_hook(_Inert(self._after)) for part in parts]  # type: ignore[no-untyped-call]
         own = [one for one in map(local_optimizer, optimizers) if keeps_masters(one)]
         notes = [_Inert(partial(_note, weakref.ref(one), self._restored)) for one in own]
         restored = [one.register_load_state_dict_post_hook(note) for one, note in zip(own, notes, strict=True)]
         noted = [one.register_load_state_dict_post_hook(_Inert(self.news.note_load)) for one in optimizers]
-        self._handles: tuple[RemovableHandle, ...] = *before, *after, *restored, *noted
+        self._handles: list[RemovableHandle] = [*restored, *noted]
+        self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.follow_parts()
+
+    def follow_parts(self) -> None:
+        """Put the hooks on the parts that the model has now and that have none. Host only."""
+        for part in [] if (root := self._root()) is None else {*root.modules()}.difference(self._hooked):
+            self._hooked.add(part)
+            if isinstance(part, torch.jit.ScriptModule):  # which takes no hooks
+                continue
+            self._handles.append(part.register_load_state_dict_pre_hook(_Inert(self._before)))  # type: ignore[no-untyped-call]
+            self._handles.append(part.register_load_state_dict_post_hook(_Inert(self._after)))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
         """Take the hooks off again."""

@@ -50,7 +50,7 @@ class PreparedRun:
         self.optimizers = tuple(optimizers)
         self._engine = Engine(model, self.optimizers, binding, was, skip, follow.news)
         self._was, self._masters_follow = was, follow
-        self._forward_hook = ForwardHook(self._engine)
+        self._forward_hook = ForwardHook(self._engine, follow)
         binding.before_forward, binding.owner = weakly(self._forward_hook), weakref.ref(self)
         binding.before_trace = before_trace(self._forward_hook)
         for optimizer in self.optimizers:
