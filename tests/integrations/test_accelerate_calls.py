@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from tests.integrations import loops
 from torch import nn
 
+from mezzo.errors import StepError
 from mezzo.integrations.accelerate import Accelerator
 
 Prepare = Callable[[Accelerator, nn.Module, torch.optim.Optimizer], tuple[nn.Module, Any]]
@@ -36,3 +37,26 @@ def test_weights_are_those_of_prepare(way: Prepare, policy: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     loops.assert_same(model, scheduler, policy, loops.Case())
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda a, m: a.backward("loss"), r"backward\(loss\) .*str"),
+        (lambda a, m: a.clip_grad_norm_(None, 1.0), r"given NoneType in place of parameters: write model\.parameters\(\)"),
+        (lambda a, m: a.clip_grad_norm_(m, 1.0, 1), r"given Linear in place of parameters"),
+        (lambda a, m: a.clip_grad_norm_([*m.parameters(), None], 1.0), r"given NoneType in place of parameters"),
+        (lambda a, m: a.clip_grad_value_("weights", 1.0), r"given str in place of parameters"),
+        (lambda a, m: a.clip_grad_norm_(m.parameters(), 1.0, float("nan")), r"norm_type=nan: write a number, as 2"),
+        (lambda a, m: a.clip_grad_norm_(m.parameters(), 1.0, None), r"norm_type=None: write a number, as 2"),
+    ],
+)  # fmt: skip
+def test_what_is_no_loss_parameter_or_norm_is_refused_and_the_step_goes_on(call: Any, words: str) -> None:
+    accelerator, model = Accelerator(cpu=True, policy="fp16"), loops.make_model()
+    model, optimizer = accelerator.prepare(model, loops.make_optimizer(model)[0])
+    x, y = loops.make_data().tensors
+    accelerator.backward(F.cross_entropy(model(x), y))
+    with pytest.raises(StepError, match=words):
+        call(accelerator, model)
+    optimizer.step()
+    assert accelerator.stepper.counters().applied == 1

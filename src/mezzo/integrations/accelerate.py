@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -153,7 +152,8 @@ class Accelerator(accelerate.Accelerator):
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Add the gradients of a loss, divided by the number of micro-batches. Syncs: no."""
-        self._adapter.backward(loss / self.gradient_accumulation_steps, **kwargs)
+        is_tensor = isinstance(loss, Tensor)  # what is none is refused there
+        self._adapter.backward(loss / self.gradient_accumulation_steps if is_tensor else loss, **kwargs)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Have `.grad` hold true gradients, clipped as asked for since backward, until the next backward or step. Syncs: no."""
@@ -161,13 +161,11 @@ class Accelerator(accelerate.Accelerator):
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Tensor:
         """Clip to a norm, and return the norm before; see `Adapter.clip_norm`. Syncs: no."""
-        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        clip = partial(self._clip_grad_norm_dtensor_aware, max_norm=max_norm, norm_type=norm_type)
-        return self._adapter.clip_norm(params, max_norm, clip_now=None if norm_type == 2 else clip)
+        return self._adapter.clip_norm(parameters, max_norm, norm_type, self._clip_grad_norm_dtensor_aware)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clamp to a value in both directions. Syncs: no."""
-        self._adapter.clip_value([parameters] if isinstance(parameters, Tensor) else parameters, clip_value)
+        self._adapter.clip_value(parameters, clip_value)
 
     @contextmanager
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..casting import autocast
-from ..errors import StepError, StoppedRun
-from ..formats import LOW_DTYPES, describe
+from ..errors import StepError, StoppedRun, kind_of, shown
+from ..formats import LOW_DTYPES, describe, is_number, is_one_of, number_of
 from ..optim import parameters
 from ..policy import Policy, PolicyLike, as_policy
 from ..step import Stepper, StepResult, is_bound, prepare
@@ -198,38 +198,44 @@ class Adapter:
         self._clips[id(optimizer)] = bound
 
     def clip_norm(
-        self, parameters: Iterable[Tensor], max_norm: float, clip_now: Callable[[list[Tensor]], Tensor] | None = None
+        self,
+        parameters: Iterable[Tensor] | Tensor,
+        max_norm: float,
+        norm_type: float = 2,
+        clip_now: Callable[..., Tensor] = torch.nn.utils.clip_grad_norm_,
     ) -> Tensor:
         """Clip the gradients of parameters to a norm.
 
         Args:
             parameters: of one optimizer, or some of them.
             max_norm: inf only measures.
-            clip_now: clips true gradients in place and returns their norm; used where the step cannot clip. None if
-                L2 norms are meant. Those that somebody looks at are clipped at once too.
+            norm_type: the step clips by 2 alone.
+            clip_now: as torch's function; clips true gradients where the step cannot, and those that somebody looks at.
 
         Returns:
             The norm of the true gradients before clipping: shape (), fp32. Syncs: no.
 
         Raises:
-            StepError: `max_norm` is not positive.
+            StepError: `max_norm` is not positive, `norm_type` no number, or something is no parameter.
         """
         _check_bound("max_norm", max_norm)
-        params = [p for p in parameters if p.grad is not None]
-        owner = self._owner(params) if clip_now is None else None
+        if not is_one_of(norm_type, ("inf",)) and not is_number(number_of(norm_type), -float("inf"), float("inf")):
+            raise StepError(f"clipping was given norm_type={shown(norm_type)}: write a number, as 2, or float('inf').")
+        params = _with_grads(parameters)
+        owner = self._owner(params) if norm_type == 2 else None
         if owner is None or self._is_shown or id(owner) in self._clips:
             self.show_clipped()
-            return torch.nn.utils.clip_grad_norm_(params, max_norm) if clip_now is None else clip_now(params)
+            return (torch.nn.utils.clip_grad_norm_ if norm_type == 2 else clip_now)(params, max_norm, norm_type)
         with self._in_its_words():
             norm = self.stepper.grad_norm(owner)
         if max_norm < float("inf"):
             self.clip(owner, max_norm=max_norm)
         return norm
 
-    def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
+    def clip_value(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clamp the gradients of parameters to a value in both directions. Syncs: no."""
         _check_bound("clip_value", clip_value)
-        params = [p for p in parameters if p.grad is not None]
+        params = _with_grads(parameters)
         owner = self._owner(params)
         if owner is None or self._is_shown or id(owner) in self._clips:
             self.show_clipped()
@@ -287,6 +293,14 @@ class Adapter:
         asked = {id(p) for p in params}
         own = (o for o in self.stepper.optimizers if asked == {id(p) for p in parameters(o) if p.grad is not None})
         return next(own, None)
+
+
+def _with_grads(given: Iterable[Tensor] | Tensor) -> list[Tensor]:
+    """Return the parameters that a clip was given and that have a gradient; a StepError for what is none. Host only."""
+    params = list(given) if isinstance(given, Iterable) and not isinstance(given, Tensor) else [given]
+    if wrong := [p for p in params if not isinstance(p, Tensor)]:
+        raise StepError(f"clipping was given {kind_of(wrong[0])} in place of parameters: write model.parameters().")
+    return [p for p in params if p.grad is not None]
 
 
 def _check_bound(name: str, bound: object) -> None:

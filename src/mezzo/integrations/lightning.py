@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from ..distributed import living
@@ -270,8 +269,7 @@ class _PreparedByFabric(FabricStrategy):
     def clip_gradients_norm(
         self, module: nn.Module, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0, **kwargs: Any
     ) -> Tensor:
-        now = None if norm_type == 2.0 else partial(clip_grad_norm_, max_norm=max_norm, norm_type=norm_type)
-        return self._adapter.clip_norm(parameters(optimizer), max_norm, now)
+        return self._adapter.clip_norm(parameters(optimizer), max_norm, norm_type)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
         self._adapter.clip_value(parameters(optimizer), clip_val)
