@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
 from inspect import signature
 from types import UnionType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 class MezzoError(Exception):
@@ -205,21 +209,36 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
     return f" Did you mean '{by_fold[near[0]]}'?" if near else f" Valid: {', '.join(options)}."
 
 
-def misfit_of(
-    call: str,
-    function: Callable[..., object],
-    given: Mapping[str, Any],
-    words: Mapping[str, str | Callable[[Any], str]],
-) -> str:
-    """Return what to write in place of a call that does not fit a function's arguments, of which other libraries have some by other `words`.
+def answers_misfits(
+    call: str, words: Mapping[str, str | Callable[[Any], str]]
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Have calls that do not fit a function's arguments told what to write, by a StepTypeError in place of Python's TypeError.
 
-    >>> misfit_of("root(x)", lambda x: x, {"y": 1}, {"y": "write x"})
-    "root(x) has no argument 'y': write x."
+    `words` says it of arguments that other libraries have, and by an empty name of calls with too many or too few.
     """
+
+    def answers(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        @wraps(function)
+        def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            try:
+                return function(*args, **kwargs)
+            except TypeError as error:
+                if error.__traceback__ is None or error.__traceback__.tb_next is not None:  # raised inside
+                    raise
+                raise StepTypeError(f"{call} {_misfit(function, kwargs, words)}") from None
+
+        return called
+
+    return answers
+
+
+def _misfit(
+    function: Callable[..., object], given: Mapping[str, Any], words: Mapping[str, str | Callable[[Any], str]]
+) -> str:
     known = {name: one for name, one in signature(function).parameters.items() if name != "self"}
-    for name in [name for name in given if name not in known]:
-        word = words.get(name)
-        meant = word(given[name]) if callable(word) else word
-        return f"{call} has no argument '{name}'" + (f": {meant}." if meant else f".{did_you_mean(name, known)}")
+    if unknown := next((name for name in given if name not in known), ""):
+        word = words.get(unknown)
+        meant = word(given[unknown]) if callable(word) else word
+        return f"has no argument '{unknown}'" + (f": {meant}." if meant else f".{did_you_mean(unknown, known)}")
     takes = [name if one.kind is one.POSITIONAL_OR_KEYWORD else f"{name}=..." for name, one in known.items()]
-    return f"{call} takes {', '.join(takes) or 'nothing'}."
+    return f"takes {', '.join(takes)}.{words.get('', '')}"

@@ -68,10 +68,12 @@ class TestNoGradients:
         mezzo.prepare(model, [own, torch.optim.SGD(loss.parameters())], "bf16").release()
         own.add_param_group({"params": loss.parameters()})
         mezzo.prepare(model, own, "bf16").release()
-        image = nn.Parameter(torch.zeros(3, 4))
-        amp = mezzo.prepare(model.requires_grad_(False), torch.optim.SGD([image]), "bf16")
-        amp.backward(amp.model(image).square().mean())
-        assert amp.step()
+        plain, parameter = torch.zeros(3, 4, requires_grad=True), nn.Parameter(torch.zeros(3, 4))
+        for image, frozen in ((plain, model), (parameter, model.requires_grad_(False))):
+            amp = mezzo.prepare(frozen, torch.optim.SGD([image]), "bf16")
+            amp.backward(amp.model(image).square().mean())
+            assert amp.step()
+            amp.release()
 
     def test_out_of_reach(self) -> None:
         model = Net()

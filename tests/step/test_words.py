@@ -146,7 +146,7 @@ def test_a_precision_by_another_name_is_called_policy(name: str, value: object) 
         (
             ("bf16", "loader", "scheduler"),
             {},
-            r"prepare\(\) takes model, optimizer, policy, skip=\.\.\., cache=\.\.\.\.",
+            r"prepare\(\) takes model, optimizer, policy, skip=\.\.\., cache=\.\.\.\. Loaders .*on_applied",
         ),
         ((), {"scheduler": 1}, r"'scheduler': write amp\.on_applied\(scheduler\.step\)\."),
         ((), {"loss_scale": "dynamic"}, r"'loss_scale': write it in the policy, .* policy='fp16, scaling=1024'"),
@@ -174,7 +174,7 @@ def test_a_call_that_fits_no_argument_is_answered(
         (lambda amp: amp.backward(torch.ones(()), gradient=1), r"'gradient': write amp\.backward\(\(outputs \* gradient\)\.sum\(\)\)"),
         (lambda amp: amp.backward(), r"amp\.backward\(\) takes loss, retain_graph=\.\.\., create_graph"),
         (lambda amp: amp.load_state_dict({}, strict=False), r"'strict': .*amp\.model\.load_state_dict\(weights, strict=False\)"),
-        (lambda amp: amp.release(1), r"amp\.release\(\) takes nothing"),
+        (lambda amp: amp.zero_grad(True, True), r"amp\.zero_grad\(\) takes set_to_none\."),
     ],
 )  # fmt: skip
 def test_a_call_that_fits_no_argument_of_a_method_is_answered(call: Any, words: str) -> None:

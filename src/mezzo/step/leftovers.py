@@ -150,11 +150,13 @@ def refuse_repeated(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
 
 
 def refuse_strangers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse, by a StepError, optimizers that hold no parameter of a model that has some to train. Host only."""
+    """Refuse, by a StepError, optimizers that hold parameters of something else alone, where a model has some to train. Host only."""
     held = [p for one in optimizers for p in parameters(one) if p.requires_grad]
+    if not all(isinstance(p, nn.Parameter) for p in held):  # an image, that is trained through the model
+        return
     if any(p.requires_grad for p in model.parameters()) and (strangers := _strangers(model, held)):
         raise StepError(
-            f"mezzo.prepare(model, optimizer, policy): {strangers} Where something else is trained through the model, as an image, freeze "
+            f"mezzo.prepare(model, optimizer, policy): {strangers} Where something else is trained through the model, freeze "
             "the model: model.requires_grad_(False)."
         )
 

@@ -3,31 +3,43 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial, wraps
+from functools import partial
 from numbers import Real
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..errors import StepAttributeError, StepError, StepTypeError, as_flag, did_you_mean, kind_of, misfit_of, shown
+from ..errors import (
+    StepAttributeError,
+    StepError,
+    StepTypeError,
+    answers_misfits,
+    as_flag,
+    did_you_mean,
+    kind_of,
+    shown,
+)
 from ..optim import stepped_optimizer
 from .capture import CapturedStep, P, R
 from .capture_rules import refuse_in_graph
 from .closure import step_by_closure
 from .grad_passes import check_flags, check_inputs
-from .prepared_run import PreparedRun
+from .prepared_run import ARGUMENTS, MICRO_BATCHES, SCALES_BY_ITSELF, PreparedRun
 from .result import StepResult
 from .update import Clip
+
+
+def _sentence(words: str) -> str:
+    return f"{words[0].upper()}{words[1:]}."
+
 
 _NO_CLIP = Clip()
 _CLIP = "amp.step() divides gradients by the loss scale. Clip with amp.step(max_norm=...) or amp.step(clip_value=...), and edit gradients inside `with amp.unscaled_grads():`."
 _SAVE = "Write torch.save(amp.state_dict(), path), and amp.load_state_dict(torch.load(path))."
-_MICRO = "Write amp.backward(loss / n) for each of n micro-batches, then amp.step()"
-_SCALES = "Leave it out: amp.backward(loss) and amp.step() scale by themselves where the policy says so, and amp.state_dict() has the scale"
 _ELSEWHERE = {
     **dict.fromkeys(
         ("unscale_", "clip_grad", "clip_grad_norm", "clip_grad_norm_", "clip_grad_value_", "clip_gradients"), _CLIP
@@ -37,40 +49,13 @@ _ELSEWHERE = {
     "update": "amp.step() moves the loss scale too: leave it out.",
     "get_scale": "Read amp.scale.",
     "autocast": "The model runs in its policy wherever it is called: leave the block out.",
-    **dict.fromkeys(("accumulate", "gradient_accumulation_steps", "is_gradient_accumulation_boundary"), f"{_MICRO}."),
-    **dict.fromkeys(("scaler", "scale_loss"), f"{_SCALES}."),
+    **dict.fromkeys(
+        ("accumulate", "gradient_accumulation_steps", "is_gradient_accumulation_boundary"), _sentence(MICRO_BATCHES)
+    ),
+    **dict.fromkeys(("scaler", "scale_loss"), _sentence(SCALES_BY_ITSELF)),
     "optimizer_step_was_skipped": "amp.step() returns what happened: write result = amp.step(), and read result.applied.",
 }
 """What to write for words that other libraries have for the steps of a training loop."""
-_NORMS = ("max_grad_norm", "clip_grad_norm", "gradient_clip_val", "gradient_clipping", "grad_clip", "clip_grad", "clip")
-ARGUMENTS = {
-    **dict.fromkeys(_NORMS, "write amp.step(max_norm=...), or clip_value=..."),
-    **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches"), _MICRO),
-    **dict.fromkeys(("lr_scheduler", "scheduler"), "write amp.on_applied(scheduler.step)"),
-    "error_if_nonfinite": "leave it out, since gradients that are not finite make the step be skipped",
-    "gradient": "write amp.backward((outputs * gradient).sum())",
-    "scaler": _SCALES,
-    "strict": "a checkpoint is taken whole. Write amp.model.load_state_dict(weights, strict=False) for a part; masters follow",
-}
-"""What to write for arguments that other libraries have."""
-
-
-def answers_misfits(call: str, words: Mapping[str, Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Have calls that do not fit a function's arguments told what to write, by a StepTypeError in place of Python's TypeError."""
-
-    def answers(function: Callable[P, R]) -> Callable[P, R]:
-        @wraps(function)
-        def called(*args: P.args, **kwargs: P.kwargs) -> R:
-            try:
-                return function(*args, **kwargs)
-            except TypeError as error:
-                if error.__traceback__ is None or error.__traceback__.tb_next is not None:  # raised inside
-                    raise
-                raise StepTypeError(misfit_of(call, function, kwargs, words)) from None
-
-        return called
-
-    return answers
 
 
 def _refused(what: str) -> Callable[..., NoReturn]:
@@ -123,6 +108,7 @@ class Stepper(PreparedRun):
             return f"Write amp.optimizers[0].{name}, or ask the optimizer that mezzo.prepare was given."
         return did_you_mean(name, (word for word in dir(self) if not word.startswith("_"))).lstrip()
 
+    @answers_misfits("amp.backward()", ARGUMENTS)
     def backward(
         self,
         loss: Tensor,
@@ -249,6 +235,7 @@ class Stepper(PreparedRun):
         """
         return self._engine.grad_norm(self._known(optimizer, "grad_norm"))
 
+    @answers_misfits("amp.step()", ARGUMENTS)
     def step(
         self,
         closure: Callable[[], Tensor | float] | None = None,
@@ -380,6 +367,7 @@ class Stepper(PreparedRun):
 
         return leave
 
+    @answers_misfits("amp.zero_grad()", ARGUMENTS)
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all optimizers and of the model, and with them the step in the making.
 
@@ -391,8 +379,3 @@ class Stepper(PreparedRun):
         Syncs: no.
         """
         self._engine.drop(as_flag("amp.zero_grad", "set_to_none", set_to_none, StepError))
-
-
-for _name, _method in inspect.getmembers(Stepper, inspect.isfunction):
-    if not _name.startswith("_"):
-        setattr(Stepper, _name, answers_misfits(f"amp.{_name}()", ARGUMENTS)(_method))
