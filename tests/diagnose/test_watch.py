@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
+
 import pytest
 import torch
 from tests.trace.test_exponents import histogram
@@ -306,3 +310,17 @@ class TestAModelThatIsNotPrepared:
     def test_anything_else_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="watch was given Tensor; it takes what"):
             diagnose.watch(torch.ones(1))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("is_prepared", [True, False])
+def test_a_copy_of_a_watched_model_is_not_watched(is_prepared: bool, copied: Callable[[nn.Module], nn.Module]) -> None:
+    model, amp = make("bf16-master")
+    x = torch.randn(6, 8)
+    with diagnose.watch(amp if is_prepared else model, every=1) as w:
+        target = copied(model)  # as the target network of a DQN is made, in its first step
+        assert torch.equal(target(x), model(x))
+        before = {t.name: t.histogram for t in w.report.tensors}
+        target(x * 1000)
+        assert {t.name: t.histogram for t in w.report.tensors} == before
+        train(model, amp, 2)
