@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_compiling, is_exporting
 
-from .._torch import is_unwatched, num_function_modes, own_parameters, tracing_state
+from .._torch import forward_ad_level, functorch_level, is_unwatched, num_function_modes, own_parameters, tracing_state
 from ..casting import AttentionMode, RecurrentMode, cast_key, casts_to_bf16, count_products, kept_casts
-from ..formats import MIXED_DTYPES, native_support
+from ..formats import LOW_DTYPES, MIXED_DTYPES, native_support
 from ..kernels import (
     FEWEST_GRU_STEPS,
     SMALLEST_LINEAR,
@@ -62,7 +62,8 @@ def in_place_of_forward(module: nn.Module, binding: Binding, own: Precision) -> 
         return run
     if not binding.fuses or own not in (None, Rule.FP32_LOW_OUT):
         return None
-    return hand_written_gelu(module) if own is None else hand_written_rms_norm(module)
+    hand_written = hand_written_gelu if own is None else hand_written_rms_norm
+    return run_embedding if own is None and _runs_as(module, nn.Embedding) else hand_written(module)
 
 
 def _own_op(module: nn.Module) -> Callable[..., Any] | None:
@@ -186,6 +187,60 @@ def run_dropout(module: Any, *args: Any, **kwargs: Any) -> Any:
     return class_of(module).forward(module, *args, **kwargs)
 
 
+def run_embedding(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call an `Embedding`; the gradients of one row of a 16-bit table are summed in fp32, as on other devices. torch adds one after the other in 16 bit, and a sum of 256 takes no 1 any more."""
+    weight, forward = module.weight, class_of(module).forward
+    if len(args) != 1 or kwargs or not _sums_in_16_bit(module, args[0]):
+        return forward(module, *args, **kwargs)
+    with torch.no_grad():
+        rows = forward(module, *args)
+    options = weight.shape[0], -1 if module.padding_idx is None else module.padding_idx, module.scale_grad_by_freq
+    return _Embedding.apply(rows, weight, args[0], options)  # type: ignore[no-untyped-call]  # torch's own
+
+
+def _sums_in_16_bit(module: Any, indices: object) -> bool:
+    """Whether torch would sum gradients of rows in 16 bit, eagerly, where nothing but a mode looks on."""
+    weight = module.weight
+    return (
+        not is_compiling()
+        and weight.requires_grad
+        and weight.dtype in LOW_DTYPES
+        and weight.is_cpu
+        and type(indices) is Tensor
+        and indices.numel() > 1
+        and not module.sparse
+        and torch.is_grad_enabled()
+        and functorch_level() is None
+        and tracing_state() is None
+        and forward_ad_level() < 0
+    )
+
+
+class _Embedding(torch.autograd.Function):
+    """Rows that were looked up, with the gradient of their table: the sum of each row in fp32, rounded once."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, indices: Tensor, options: tuple[int, int, bool]) -> Tensor:
+        ctx.save_for_backward(indices)
+        ctx.options, ctx.dtype = options, weight.dtype
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
+        (indices,), (height, padding, scales) = ctx.saved_tensors, ctx.options
+        sum_rows, wide = _aten.embedding_dense_backward, grad.float()
+        if height <= indices.numel():
+            return None, sum_rows(wide, indices, height, padding, scales).to(ctx.dtype), None, None
+        met, places = indices.unique(return_inverse=True)  # else a table in fp32 would be made, of rows that hold 0
+        sums = sum_rows(wide, places, len(met), -1, scales).masked_fill((met == padding)[:, None], 0)
+        return (
+            None,
+            grad.new_zeros(height, grad.shape[-1]).index_copy(0, met, sums.to(grad.dtype)).to(ctx.dtype),
+            None,
+            None,
+        )
+
+
 def run_max_pool(module: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a `MaxPool2d` or `MaxPool3d` on channels that lie side by side, of which torch takes many at a time: 6 times as fast with both copies."""
     if len(args) == 1 and not kwargs and _lies_apart(module, args[0]):
@@ -251,7 +306,15 @@ def _run_by_mode(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 CALL_FORWARD = (run_unfused, run_recurrent, _run_by_mode)
 """What calls the forward that a class has at the time, whichever that is."""
-TRACED_AS_WRITTEN = (run_convolution, run_dropout, run_linear, run_max_pool, _run_kept_convolution, _run_kept_linear)
+TRACED_AS_WRITTEN = (
+    run_convolution,
+    run_dropout,
+    run_embedding,
+    run_linear,
+    run_max_pool,
+    _run_kept_convolution,
+    _run_kept_linear,
+)
 """What a compiler finds nothing else in than the forward of the class."""
 
 

@@ -1,0 +1,89 @@
+"""The gradient of a table in 16 bit is a sum in fp32, rounded once, whatever else the layer is told to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mezzo
+import mezzo.diagnose as diagnose
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "padding": {"padding_idx": 3},
+    "by frequency": {"scale_grad_by_freq": True},
+    "renormed": {"max_norm": 0.5},
+}
+IDS = {"more than rows": torch.arange(4096) % 5, "fewer than rows": torch.arange(700).reshape(2, 350) % 3}
+
+
+class Net(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.table = nn.Embedding(1000, 8, **options)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.table(ids)
+
+
+def gradient(model: nn.Module, ids: Tensor, policy: str, factor: Tensor) -> Tensor:
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy)
+    amp.backward((model(ids).float() * factor).sum())
+    with amp.unscaled_grads() as grads:
+        return next(iter(grads.values())).double().clone()
+
+
+@pytest.mark.parametrize("policy", ["bf16-master", "fp16-master, scaling=none", "bf16-master, ops=mezzo"])
+@pytest.mark.parametrize("ids", IDS.values(), ids=IDS)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_gradients_of_a_row_met_often(options: dict[str, Any], ids: Tensor, policy: str) -> None:
+    factor = torch.rand(*ids.shape, 8) / 64
+    made = []
+    for each in (policy, "fp32"):
+        torch.manual_seed(0)
+        made.append(gradient(Net(**options), ids, each, factor))
+    atol = 2**-8 * float(made[1].abs().max())  # the sum and each summand, rounded once
+    torch.testing.assert_close(made[0], made[1], rtol=2**-7, atol=atol / 16)
+
+
+def test_a_trace_sees_what_runs_without_it() -> None:
+    grads = []
+    for looks in (False, True):
+        torch.manual_seed(0)
+        model, factor = Net(), torch.rand(4096, 8)
+        if not looks:
+            grads.append(gradient(model, IDS["more than rows"], "bf16-master", factor))
+            continue
+        with diagnose.trace(model) as t:
+            grads.append(gradient(model, IDS["more than rows"], "bf16-master", factor))
+        assert t.report.is_healthy
+    assert torch.equal(*grads)
+
+
+def test_gradients_of_gradients() -> None:
+    model = Net()
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16-master")
+    out = model(torch.tensor([1, 1, 2]))
+    (first,) = torch.autograd.grad(out.float().square().sum(), model.table.weight, create_graph=True)
+    (second,) = torch.autograd.grad(first.float().sum(), model.table.weight)
+    assert second[1].tolist() == [4.0] * 8 and second[2].tolist() == [2.0] * 8
+    amp.release()
+
+
+def test_a_network_that_overflows_is_named_through_the_table() -> None:
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(10, 8), nn.Linear(8, 2)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head(self.table(ids) * 1e5)
+
+    model = Deep()
+    with diagnose.trace(model) as t:
+        gradient(model, torch.tensor([1, 2, 2]), "fp16, params=fp16, master=fp32, scaling=none", torch.ones(3, 2))
+    found = t.report.findings[0]
+    assert (found.verdict, found.op) == ("overflow", "mul")
