@@ -154,6 +154,11 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().split("\n", 1)[0].rstrip(".") or type(error).__name__
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error is that of Python or torch, on any device, where memory ran out. torch has no class for it on the CPU."""
+    return type(error).__name__ in ("MemoryError", "OutOfMemoryError") or "DefaultCPUAllocator" in str(error)
+
+
 def shown(value: object) -> str:
     """Return a value as an error quotes it: 60 characters at most, or its class where its `repr` raises, as that of a long number does."""
     try:

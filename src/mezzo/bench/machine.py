@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from ..allocator import memory_bytes
+
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "amx_tile", "bf16", "fphp")
 PACKAGES = ("torch", "triton", "transformers", "numpy", "accelerate", "lightning")
 SETTINGS = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD", "OMP_", "KMP_", "MKL_", "ONEDNN_", "TORCHINDUCTOR_")
@@ -39,13 +41,6 @@ def _cpuinfo(key: str) -> str:
     return found.group(1).strip() if found else ""
 
 
-def _memory_bytes() -> int:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        return 0
-
-
 def free_memory_bytes() -> int | None:
     """Return the bytes that new processes can have without taking pages from others; None where no one says."""
     path = Path("/proc/meminfo")
@@ -59,7 +54,7 @@ def cpu() -> dict[str, Any]:
     return {
         "model": _model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_bytes": _memory_bytes(),
+        "memory_bytes": memory_bytes(),
         "flags": [flag for flag in CPU_FLAGS if flag in flags],
         "torch_capability": torch.backends.cpu.get_cpu_capability(),
         "load_before": os.getloadavg()[0],

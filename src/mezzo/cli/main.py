@@ -13,7 +13,7 @@ from itertools import zip_longest
 from typing import TextIO, cast
 
 from .. import __version__
-from ..errors import ConfigError, MezzoError, did_you_mean
+from ..errors import ConfigError, MezzoError, did_you_mean, first_line, is_out_of_memory
 from ..extras import check_installed
 from ..files import BestEffort
 
@@ -42,6 +42,7 @@ COMMANDS = {
 }
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 _PATHS = ("--out", "--data", "--dev-data", "--test-data", "--label-map", "--model")
+_LESS = "Ask for less at a time: a smaller --batch-size, or a smaller model."
 _HELP, _VERSION = ("-h", "--help"), ("-V", "--version")
 
 
@@ -101,8 +102,11 @@ def _run(name: str, words: Sequence[str]) -> int:
         code = int(import_module(f".{name}", __package__).run(words))
         sys.stdout.flush()
         return code
-    except MezzoError as error:
-        return _refuse(name, str(error))
+    except (MezzoError, MemoryError, RuntimeError) as error:
+        if not isinstance(error, MezzoError) and not is_out_of_memory(error):
+            raise
+        text = str(error) if isinstance(error, MezzoError) else f"memory ran out: {first_line(error)}. {_LESS}"
+        return _refuse(name, text)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough

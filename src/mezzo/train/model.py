@@ -14,6 +14,7 @@ from urllib.request import getproxies
 import torch
 from torch import Tensor, nn
 
+from ..allocator import memory_bytes
 from ..errors import ConfigError, check_given, first_line
 from .config import TrainConfig
 from .train_result import RunFolder
@@ -33,9 +34,13 @@ def build_model(config: TrainConfig, labels: Sequence[str], tokenizer: Any) -> n
     """Return a BERT classifier with random weights, drawn from torch's global generator; fp32, on the CPU.
 
     Its learned positions start as sinusoids; random ones cost a short training its first epochs.
+
+    Raises:
+        ConfigError: its weights alone are more than the machine's memory.
     """
     from transformers import BertConfig, BertForSequenceClassification
 
+    _check_fits(config, len(tokenizer))
     shape = BertConfig(
         vocab_size=len(tokenizer),
         hidden_size=config.hidden,
@@ -53,6 +58,18 @@ def build_model(config: TrainConfig, labels: Sequence[str], tokenizer: Any) -> n
     with torch.no_grad():
         positions.copy_(POSITION_SIZE * sinusoids(config.max_length, config.hidden))
     return model
+
+
+def _check_fits(config: TrainConfig, entries: int) -> None:
+    """Refuse a BERT that the machine's memory does not hold, before it is filled. Raises: ConfigError."""
+    width, memory = config.hidden, memory_bytes()
+    layer = 4 * width**2 + 2 * width * (config.intermediate or 4 * width)
+    weights = 4 * ((entries + config.max_length) * width + config.layers * layer)
+    if memory and weights > memory:
+        raise ConfigError(
+            f"hidden={width}, layers={config.layers}, intermediate={config.intermediate} and max_length={config.max_length} make "
+            f"{weights / 2**30:.0f} GiB of weights, and this machine has {memory / 2**30:.0f} GiB of memory. Write a smaller model."
+        )
 
 
 def sinusoids(positions: int, width: int) -> Tensor:
@@ -152,6 +169,8 @@ def quiet() -> Iterator[None]:
 def check_reachable(name: str) -> None:
     """Refuse a name that no folder has, and no model in the cache, where the hub cannot be asked: its own client retries for a minute. Raises: OSError."""
     if Path(name).is_dir():
+        if not any(Path(name).glob("*config.json")):  # also those of adapters
+            raise OSError("the folder holds no model: it has no config.json.")
         return
     if name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1:
         raise OSError("there is no such folder.")

@@ -40,9 +40,11 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, max_length: int) -> A
     tokenizer = Tokenizer(models.BPE(unk_token=UNKNOWN))
     tokenizer.normalizer = normalizers.BertNormalizer(handle_chinese_chars=False)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    alphabet = _alphabet(map(tokenizer.normalizer.normalize_str, texts), vocab_size - len(MARKS))
+    texts_normal = [tokenizer.normalizer.normalize_str(text) for text in texts]
+    most = len(MARKS) + 2 * sum(map(len, texts_normal))  # each character is an entry at most, and starts one at most
+    alphabet = _alphabet(texts_normal, vocab_size - len(MARKS))
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=min(vocab_size, most),  # the library sets memory aside for all that it is asked for
         initial_alphabet=alphabet,
         limit_alphabet=len(alphabet),
         min_frequency=MIN_COUNT,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -10,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ...allocator import memory_bytes
 from ..roofline import Phase, bytes_stored
 from ..training import Training, mean_square, repeated, training_step
 from ..variant import Variant
@@ -96,7 +96,7 @@ class Step(Workload):
 
     def is_resident(self, device: torch.device) -> bool:
         """Whether all default variants fit into half of the host's memory: what is built anew is warmed up anew. Host only."""
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if device.type == "cpu" else 0
+        memory = memory_bytes() if device.type == "cpu" else 0
         return 2 * len(self.default_variants(device)) * BYTES * self.parameters[0] <= memory
 
     def build(self, variant: Variant, setting: Setting) -> Session:
