@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 from tests.train.test_checkpoint import full_disk
 
@@ -120,3 +121,18 @@ def test_a_tracker_that_is_not_installed_is_refused(tmp_path: Path, monkeypatch:
     told = r"--tracker wandb needs the package wandb: pip install 'mezzo\[trackers\]'\."
     with pytest.raises(ConfigError, match=told), tracking("wandb", tmp_path):
         pass
+
+
+def test_losses_that_stay_where_they_are_are_drawn_inside_and_updates_are_whole_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, figures, save = MetricsLog(tmp_path / "metrics.jsonl", 0), [], Figure.savefig
+    for step in (1, 2, 3):
+        log.add(kind="update", step=step, loss=0.693, scale=1.0, applied=True)
+        log.add(kind="evaluation", step=step, loss=0.6931, accuracy=0.5)
+    log.flush()
+    monkeypatch.setattr(Figure, "savefig", lambda self, *to, **how: (figures.append(self), save(self, *to, **how)))
+    save_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
+    loss, accuracy = figures[0].axes
+    assert loss.get_ylim()[0] == 0.0 and loss.get_ylim()[1] > 1.03 * 0.6931
+    assert all(tick == round(tick) for tick in accuracy.get_xticks())

@@ -147,10 +147,11 @@ def save_curves(metrics: Path, picture: Path) -> None:
     loss.plot(steps, [r["loss"] for r in updates], color="0.8", linewidth=0.8, label="train, each update")
     loss.plot(steps, smooth([r["loss"] for r in updates]), label="train, smoothed")
     loss.plot([r["step"] for r in evaluations], [r["loss"] for r in evaluations], "o-", label="dev")
-    loss.set(ylabel="loss", ylim=(0.0, None))
+    loss.set(ylabel="loss", ylim=(0.0, 1.05 * loss.get_ylim()[1]))  # losses that stay put lie on the edge else
     loss.legend()
     accuracy.plot([r["step"] for r in evaluations], [r["accuracy"] for r in evaluations], "o-", color="C1")
     accuracy.set(ylabel="dev accuracy", xlabel="" if scale else "update")
+    accuracy.xaxis.get_major_locator().set_params(integer=True)
     for below in scale:
         below.step(*zip(*scales, strict=True), where="post", color="C2", label="loss scale")
         below.set_yscale("log", base=2)
