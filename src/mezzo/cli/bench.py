@@ -31,7 +31,7 @@ from ..bench import (
     save_chart,
     short_name,
 )
-from ..errors import BenchError
+from ..errors import BenchError, ConfigError
 from ..files import check_writable, write_text
 
 if TYPE_CHECKING:
@@ -123,8 +123,13 @@ def measured(workload: Workload, plan: Plan, tests: str) -> Result:
 
 
 def open_folder(folder: Path) -> None:
-    """Make the folder that a result goes into. Raises: ConfigError, OSError: it cannot be written, or made. Writes: the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Make the folder that a result goes into. Raises: ConfigError: it cannot be made, or written. Writes: the folder."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--out {folder}: no such folder can be made: {error.strerror}. Name a folder that can be."
+        ) from None
     check_writable("--out", folder)
 
 

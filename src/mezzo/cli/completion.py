@@ -64,8 +64,10 @@ def script(shell: str) -> str:
 
 def run(argv: Sequence[str]) -> int:
     """Run `mezzo completion` with the words after it. Returns: 0 done. Writes: standard output."""
-    if len(argv) != 1 or argv[0] in ("-h", "--help"):
+    if argv[:1] in (["-h"], ["--help"]):
         print('usage: mezzo completion bash|zsh|fish\n\nFor bash: eval "$(mezzo completion bash)"')
-        return 0 if argv[:1] in (["-h"], ["--help"]) else 2
+        return 0
+    if len(argv) != 1:
+        raise ConfigError(f"{len(argv)} words were given, and a script is for one shell. Valid: {', '.join(SHELLS)}.")
     sys.stdout.write(script(argv[0]))
     return 0

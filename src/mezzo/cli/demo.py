@@ -105,8 +105,7 @@ def run(argv: Sequence[str]) -> int:
 
     Raises:
         BenchError: a device that is not there, or a variant that failed.
-        ConfigError: no rounds, or no rows, or a folder that cannot be written.
-        OSError: the folder cannot be made.
+        ConfigError: no rounds, or no rows, or a folder that cannot be made or written.
 
     Writes: the folder of the demo, standard output and error. Syncs: yes.
     """

@@ -32,9 +32,11 @@ def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     print(table_text(columns, rows, width=shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
 
 
-def show(policy: tyro.conf.Positional[PolicyText] = "", /, *, device: Device = "cpu", as_json: Json = False) -> int:
+def show(
+    policy: tyro.conf.Positional[PolicyText | None] = None, /, *, device: Device = "cpu", as_json: Json = False
+) -> int:
     """Show a policy's settings and rules, and where each is written; or the presets."""
-    if not policy:
+    if policy is None:
         return _show_presets(as_json)
     value = as_policy(policy)
     text = written(value)

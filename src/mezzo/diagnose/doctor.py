@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import importlib
 import importlib.util
+import inspect
 import os
 import pickle
 import runpy
@@ -22,7 +23,7 @@ from typing import Any
 from torch import nn
 from torch.utils.data import get_worker_info
 
-from ..errors import ConfigError, DataError, as_flag, check_given, did_you_mean, first_line, shown
+from ..errors import ConfigError, DataError, as_flag, check_given, did_you_mean, first_line, kind_of, plural, shown
 from ..files import as_path
 from ..formats import is_count
 from ..policy import Policy, PolicyLike, as_policy
@@ -110,7 +111,7 @@ def trace_script(
 
     def on_root(step: int) -> None:
         if steps is not None and step >= steps:
-            trace.stop(_Enough(f"after {steps} steps"))
+            trace.stop(_Enough(f"after {steps} {plural('step', steps)}"))
 
     trace = Trace(None, on_reached=on_reached, on_root=on_root)
     error: BaseException | None = None
@@ -257,7 +258,7 @@ def named_function(text: str) -> Callable[[], Any]:
     """Return the function that "package.module:function" or "file.py:function" names.
 
     Raises:
-        ConfigError: a text of another form, or a function that does not exist.
+        ConfigError: a text of another form, or a function that does not exist, or needs arguments.
         DataError: a module or file that does not exist.
 
     Writes: what importing the module writes.
@@ -271,6 +272,12 @@ def named_function(text: str) -> Callable[[], Any]:
     if not callable(function):
         known = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         raise ConfigError(f"{place} has no function {name!r}.{did_you_mean(name, known)}")
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise ConfigError(f"{text} is called without arguments, and cannot be: {error}. Give them defaults.") from None
+    except ValueError:  # C code, which does not say
+        pass
     return function
 
 
@@ -279,7 +286,8 @@ def _subject(text: str) -> tuple[nn.Module, Any, LossFn | None]:
     found = named_function(text)()
     if isinstance(found, tuple) and len(found) in (2, 3) and isinstance(found[0], nn.Module):
         return found[0], found[1], found[2] if len(found) == 3 else None
-    raise ConfigError(f"{text} returned {type(found).__name__}; return (model, batch) or (model, batch, loss_fn).")
+    kind = f"({', '.join(map(kind_of, found))})" if isinstance(found, tuple) else kind_of(found)
+    raise ConfigError(f"{text} returned {kind}; return (model, batch) or (model, batch, loss_fn).")
 
 
 def _load_file(path: Path) -> ModuleType:

@@ -102,7 +102,7 @@ def segment_of(folder: Path, step: int) -> tuple[int, Path]:
     steps = sorted(n for p in folder.glob(f"[0-9]*/[0-9]*.0{BATCH}") if (n := int(p.name[:8])) >= begin)
     if is_count(step) and step in steps:
         return next((first, path) for first, path in reversed(known) if first <= step)
-    held = "it holds no step" if folder.is_dir() else "there is no such folder"
+    held = "it holds no step" if folder.is_dir() else "it is a file" if folder.exists() else "there is no such folder"
     if steps:
         held = f"it holds steps {steps[0]} to {steps[-1]}"
     raise DataError(f"step {shown(step)} was asked for, and {str(folder)!r} does not hold it: {held}.")

@@ -138,7 +138,7 @@ class TrainConfig:
         """Refuse values of another type or outside their ranges."""
         self._read_paths()
         check_kinds(self, ConfigError)
-        for name in ("vocab_size", "layers", "hidden", "heads", "batch_size", "epochs"):
+        for name in ("layers", "hidden", "heads", "batch_size", "epochs"):
             _check(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1.")
         for name in ("micro_batches", "limit", "rows", "intermediate", "eval_every", "log_every", "seed"):
             _check(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative.")
@@ -161,6 +161,8 @@ class TrainConfig:
         )
         _check(0 <= self.weight_decay < math.inf, f"weight_decay={self.weight_decay} must not be negative, inf or nan.")
         _check(self.max_length >= 3, f"max_length={self.max_length} leaves no token beside the two marks; write 3 or more.")  # fmt: skip
+        vocab_size = self.vocab_size
+        _check(vocab_size >= 6, f"vocab_size={vocab_size} leaves no entry beside the five marks; write 6 or more.")
         _check(self.hidden % self.heads == 0,
                f"hidden={self.hidden} is not a multiple of heads={self.heads}.")  # fmt: skip
         _check(not (self.resume and self.overwrite), "resume and overwrite contradict each other; write one of them.")

@@ -42,7 +42,7 @@ class Predictor:
         max_length: tokens read of a text; 0 is what the model was trained with.
 
     Raises:
-        ConfigError: the model cannot be loaded, or has fewer positions than `max_length`.
+        ConfigError: the model cannot be loaded, or has fewer positions than `max_length`, which leaves room for a token.
         PolicyError: the policy cannot be read, or does not fit the model.
     """
 
@@ -53,6 +53,8 @@ class Predictor:
             raise ConfigError(
                 f"max_length={shown(max_length)} must be a whole number of 0 or more; 0 is what the model was trained with."
             )
+        if 0 < max_length < 3:
+            raise ConfigError(f"max_length={max_length} leaves no token beside the two marks; write 3 or more, or 0.")
         self._device = choose_device(device)
         self._tokenizer = load_tokenizer(model)
         self._model = prepare(load_model(model).to(self._device).eval(), policy=chosen, cache="persistent").model

@@ -48,6 +48,8 @@ def read_text(path: Path, what: str = "data file", kinds: Sequence[str] = SUFFIX
     Raises:
         DataError: missing, not a file, unreadable, empty, or not UTF-8.
     """
+    if path.is_dir():
+        raise DataError(f"the {what} {path} is a folder. Write a path to a {', '.join(kinds)} file in it.")
     if not path.exists():
         raise DataError(f"the {what} {path} does not exist. Write a path to a {', '.join(kinds)} file.")
     try:
@@ -165,9 +167,7 @@ def read_rows(name: str, text_column: str, label_column: str) -> list[Row]:
         DataError: the file is missing, empty, of another kind, not UTF-8, without a column, or malformed in a line.
     """
     path = Path(name)
-    if path.is_dir():
-        raise DataError(f"the data file {path} is a folder. Write a path to a {', '.join(SUFFIXES)} file in it.")
-    reader = READERS.get(path.suffix.lower())
+    reader = READERS.get(path.suffix.lower(), _table_rows if path.is_dir() else None)  # read_text refuses folders
     if reader is None and not path.exists():
         raise DataError(f"there is no data file {name!r}. Write a path to a {', '.join(SUFFIXES)} file, or 'reviews'.")
     if reader is None:

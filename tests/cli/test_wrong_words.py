@@ -1,0 +1,86 @@
+"""Words of the wrong kind on the command line: one sentence that says what to write instead, and exit code 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.cli.test_bad_input import refused
+
+from mezzo.errors import ConfigError
+from mezzo.train import TrainConfig
+from mezzo.train.predictor import Predictor
+
+
+@pytest.mark.parametrize("command", ["demo", "bench recipe --no-check"])
+@pytest.mark.parametrize("beyond", ["", "further"])
+def test_a_file_is_no_folder_for_results(
+    command: str, beyond: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    said = refused(capsys, *command.split(), "--device", "cpu", "--out", str(file / beyond))
+    assert f"--out {file / beyond}: " in said and "Name a folder that can be" in said
+    assert file.read_text() == "mine"
+
+
+@pytest.mark.parametrize("words", [[], ["bash", "zsh"]])
+def test_completion_of_no_shell_is_said_on_standard_error(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert "bash, zsh" in refused(capsys, "completion", *words)
+    assert capsys.readouterr().out == ""
+
+
+def test_an_empty_policy_is_no_policy_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "unknown preset ''" in refused(capsys, "policy", "show", "")
+
+
+def test_a_record_that_is_a_file_is_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "record").touch()
+    said = refused(capsys, "replay", str(tmp_path / "record"), "--step", "0", "--model", "fn:build")
+    assert "it is a file" in said
+
+
+def test_a_folder_is_no_label_map(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.tsv").write_text("text\tlabel\na\tb\n")
+    words = "train", "--data", str(tmp_path / "rows.tsv"), "--label-map", str(tmp_path), "--out", str(tmp_path / "out")
+    assert "is a folder. Write a path to a .json, .tsv file in it." in refused(capsys, *words)
+
+
+def test_a_folder_without_a_model_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    for words in (["predict"], ["train", "--out", str(tmp_path / "out")]):
+        said = refused(capsys, *words, "--model", str(tmp_path / "empty"))
+        assert "the folder holds no model: it has no config.json" in said
+
+
+def test_lengths_and_vocabularies_without_room_for_a_word(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="vocab_size=5 leaves no entry beside the five marks; write 6 or more"):
+        TrainConfig(vocab_size=5)
+    with pytest.raises(ConfigError, match="max_length=2 leaves no token beside the two marks; write 3 or more, or 0"):
+        Predictor(tmp_path, max_length=2)
+
+
+FUNCTIONS = """
+import torch
+def needs(x): return x
+def swapped(): return torch.zeros(1), torch.nn.Linear(1, 1)
+def alone(): return torch.nn.Linear(1, 1)
+class Model:
+    def __init__(self, x): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("needs", "is called without arguments, and cannot be: missing a required argument: 'x'. Give them defaults."),
+        ("Model", "is called without arguments, and cannot be: missing a required argument: 'x'. Give them defaults."),
+        ("swapped", "returned (Tensor, Linear); return (model, batch) or (model, batch, loss_fn)."),
+        ("alone", "returned Linear; return (model, batch) or (model, batch, loss_fn)."),
+    ],
+)
+def test_a_function_that_makes_no_model(
+    name: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "fn.py").write_text(FUNCTIONS)
+    assert said in refused(capsys, "doctor", "--model", f"{tmp_path / 'fn.py'}:{name}")
