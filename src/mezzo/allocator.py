@@ -23,14 +23,6 @@ _OTHERS = {
 }
 
 
-def memory_bytes() -> int:
-    """Return the bytes of memory that the machine has; 0 where no one says. Host only."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return 0
-
-
 class KeptMemory:
     """What `keep_memory` changed; also a context that undoes it.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -317,3 +318,11 @@ def native_support(device: torch.device | str, dtype: torch.dtype) -> NativeSupp
         units = ", ".join(flag.removeprefix("_is_").removesuffix("_supported") for flag in flags)
         return NativeSupport(native=bool(flags), reason=units or f"no CPU unit for {dtype_name(dtype)}")
     return NativeSupport(native=True, reason=f"assumed: {device.type} does not report its units")
+
+
+def memory_bytes() -> int:
+    """Return the bytes of memory that the machine has; 0 where no one says. Host only."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return 0

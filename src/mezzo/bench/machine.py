@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..allocator import memory_bytes
+from ..formats import memory_bytes
 
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "amx_tile", "bf16", "fphp")
 PACKAGES = ("torch", "triton", "transformers", "numpy", "accelerate", "lightning")

@@ -14,8 +14,8 @@ from urllib.request import getproxies
 import torch
 from torch import Tensor, nn
 
-from ..allocator import memory_bytes
 from ..errors import ConfigError, check_given, first_line
+from ..formats import memory_bytes
 from .config import TrainConfig
 from .train_result import RunFolder
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ...allocator import memory_bytes
+from ...formats import memory_bytes
 from ..roofline import Phase, bytes_stored
 from ..training import Training, mean_square, repeated, training_step
 from ..variant import Variant
