@@ -135,7 +135,9 @@ def test_a_folder_that_cannot_be_made_is_told_before_anything_is_measured(
     monkeypatch.setattr("mezzo.cli.demo.measure_both", lambda options: pytest.fail("measured"))
     (tmp_path / "taken").touch()
     assert main(["demo", "--out", str(tmp_path / "taken")]) == 2
-    assert capsys.readouterr().err == f"mezzo demo: {tmp_path / 'taken'}: File exists.\n"
+    assert capsys.readouterr().err == (
+        f"mezzo demo: --out {tmp_path / 'taken'}: no such folder can be made: File exists. Name a folder that can be.\n"
+    )
 
 
 @pytest.mark.parametrize("option", ["--rows", "--rounds"])

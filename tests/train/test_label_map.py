@@ -61,7 +61,10 @@ def test_a_label_that_the_map_lacks_is_named(data: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("nope.json", "does not exist. Write a path to a .json, .tsv file."), (".", "cannot be read: Is a directory.")],
+    [
+        ("nope.json", "does not exist. Write a path to a .json, .tsv file."),
+        (".", "is a folder. Write a path to a .json, .tsv file in it."),
+    ],
 )
 def test_a_map_that_cannot_be_read_is_called_one(name: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(DataError) as refusal:

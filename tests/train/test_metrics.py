@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -126,12 +127,17 @@ def test_a_tracker_that_is_not_installed_is_refused(tmp_path: Path, monkeypatch:
 def test_losses_that_stay_where_they_are_are_drawn_inside_and_updates_are_whole_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log, figures, save = MetricsLog(tmp_path / "metrics.jsonl", 0), [], Figure.savefig
+    log, figures, save = MetricsLog(tmp_path / "metrics.jsonl", 0), list[Figure](), Figure.savefig
+
+    def kept(figure: Figure, *to: Any, **how: Any) -> None:
+        figures.append(figure)
+        save(figure, *to, **how)
+
     for step in (1, 2, 3):
         log.add(kind="update", step=step, loss=0.693, scale=1.0, applied=True)
         log.add(kind="evaluation", step=step, loss=0.6931, accuracy=0.5)
     log.flush()
-    monkeypatch.setattr(Figure, "savefig", lambda self, *to, **how: (figures.append(self), save(self, *to, **how)))
+    monkeypatch.setattr(Figure, "savefig", kept)
     save_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
     loss, accuracy = figures[0].axes
     assert loss.get_ylim()[0] == 0.0 and loss.get_ylim()[1] > 1.03 * 0.6931
