@@ -313,12 +313,18 @@ def the_norm_pass_launches_alike_for_any_size() -> None:
 LIBRARY = Path(mezzo.__file__).parent
 
 
+@functools.cache
+def folder_of(file: str) -> tuple[str, str]:
+    """Return the name of a file's folder, and "mezzo" if the file is of the library; asked of each frame of each launch."""
+    return Path(file).parent.name, "mezzo" if Path(file).is_relative_to(LIBRARY) else ""
+
+
 def note_own(own: list[str], what: str, name: str, device: int) -> None:
     """Note a launch if it is mezzo's, and neither of an optimizer's step nor of the norm pass."""
     frame, names = sys._getframe(), set()
     while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        names |= {(path.parent.name, frame.f_code.co_name), ("", "mezzo" if path.is_relative_to(LIBRARY) else "")}
+        folder, library = folder_of(frame.f_code.co_filename)
+        names |= {(folder, frame.f_code.co_name), ("", library)}
         frame = frame.f_back
     others = {("gradients", "tensor_norms"), ("optim", "step"), ("loss_scale", "run_backward")}
     if what == "launch" and name != "aten::linalg_vector_norm" and ("", "mezzo") in names and not names & others:

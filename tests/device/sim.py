@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from tests.triton_interpreter import quicken
 from torch import Tensor
 
 from mezzo.kernels import registry
@@ -223,6 +224,7 @@ def triton_kernels(failure: Exception | None = None, on: int | None = None) -> I
     os.environ["TRITON_INTERPRET"] = "1"  # read where a kernel is defined, which is here
     from triton.runtime.interpreter import GridExecutor
 
+    quicken()
     run, take, give = GridExecutor.__call__, GridExecutor._init_args_hst, GridExecutor._restore_args_dev
 
     def launch(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -29,6 +29,7 @@ from tests.kernels.test_cpu_kernels import (
     sums_of,
     weights_of,
 )
+from tests.triton_interpreter import quicken
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -291,4 +292,5 @@ def main(every: bool) -> None:
 
 
 if __name__ == "__main__":
+    quicken()
     main("every" in sys.argv)
