@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from tests.pairwise import pairwise
 from tests.torch_versions import TORCH, traces_regions, warns_of_breaks
 from torch import nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
@@ -155,9 +156,11 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(x)
 
 
-@pytest.mark.parametrize("way", ["eager", "compile", "torch.compile", "function", "layers"])
-@pytest.mark.parametrize("change", ["a new layer", "an adapter", "a layer of another model"])
-@pytest.mark.parametrize("policy", ["bf16, module:0=fp32", "bf16-master, module:0=fp32", "bf16-master"])
+@pairwise(
+    policy=["bf16, module:0=fp32", "bf16-master, module:0=fp32", "bf16-master"],
+    change=["a new layer", "an adapter", "a layer of another model"],
+    way=["eager", "compile", "torch.compile", "function", "layers"],
+)
 def test_modules_that_come_into_a_compiled_model_follow_its_policy(policy: str, change: str, way: str) -> None:
     torch.compiler.reset()
     Seen.dtypes.clear()

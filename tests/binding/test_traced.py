@@ -109,9 +109,9 @@ def test_a_decomposed_program_computes_what_the_model_does(name: str, policy: st
     model, wide = twins(MODELS[name], policy)
     x = torch.randn(4, 5, 8)
     with torch.no_grad():
-        program = torch.export.export(model, (x,)).run_decompositions()
-        check_close(program.module()(x), wide(x))
-        check_close(program.module()(x), model(x), 4)
+        program = torch.export.export(model, (x,)).run_decompositions().module()
+        check_close(program(x), wide(x))
+        check_close(program(x), model(x), 4)
 
 
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=traces_regions)])
