@@ -9,6 +9,7 @@ from typing import get_args
 
 import pytest
 import torch
+from tests.pairwise import pairwise
 from torch import Tensor
 
 import mezzo.diagnose as diagnose
@@ -204,19 +205,28 @@ def emptied_again_and_again(x: Tensor) -> Tensor:
 SUMS = [added_up, added_up_in_place, added_up_by_python, taken_off]
 
 
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("total", SUMS)
+@pairwise(total=SUMS, grad=[False, True], shape=[(400, 4), (400, 1), (400,)])
 def test_a_sum_that_a_loop_adds_up_in_16_bit_is_named_where_it_lost(
-    total: Callable[[Tensor], Tensor], grad: bool
+    total: Callable[[Tensor], Tensor], grad: bool, shape: tuple[int, ...]
 ) -> None:
     def run(x: Tensor) -> Tensor:
         return total(x.requires_grad_() if grad else x)
 
-    for shape in ((400, 4), (400, 1), (400,)):
-        assert rules(lambda shape=shape: run(torch.ones(shape, dtype=BF16))) == ["half-accumulator"]  # type: ignore[misc]
-        assert rules(lambda shape=shape: run(torch.ones(shape))) == []  # type: ignore[misc]
-    for kept in (torch.ones(200, 4, dtype=BF16), torch.ones(400, 4, dtype=FP16), torch.randn(400, 4, dtype=BF16)):
-        assert rules(lambda kept=kept: run(kept)) == []  # type: ignore[misc]
+    assert rules(lambda: run(torch.ones(shape, dtype=BF16))) == ["half-accumulator"]
+    assert rules(lambda: run(torch.ones(shape))) == []
+
+
+KEPT_SUMS: dict[str, Callable[[], Tensor]] = {
+    "200 in bf16": lambda: torch.ones(200, 4, dtype=BF16),
+    "400 in fp16": lambda: torch.ones(400, 4, dtype=FP16),
+    "of both signs": lambda: torch.randn(400, 4, dtype=BF16),
+}
+
+
+@pairwise(total=SUMS, grad=[False, True], terms=list(KEPT_SUMS))
+def test_a_sum_that_a_loop_adds_up_and_keeps_is_none(total: Callable[[Tensor], Tensor], grad: bool, terms: str) -> None:
+    x = KEPT_SUMS[terms]()
+    assert rules(lambda: total(x.requires_grad_() if grad else x)) == []
 
 
 def test_a_sum_that_starts_anew_and_a_deep_residual_stream_lose_nothing() -> None:
