@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import wraps
 from inspect import signature
 from types import UnionType
-from typing import Any, ParamSpec, TypeVar
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+from typing import Any
 
 
 class MezzoError(Exception):
@@ -214,32 +210,16 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
     return f" Did you mean '{by_fold[near[0]]}'?" if near else f" Valid: {', '.join(options)}."
 
 
-def answers_misfits(
-    call: str, words: Mapping[str, str | Callable[[Any], str]]
-) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Have calls that do not fit a function's arguments told what to write, by a StepTypeError in place of Python's TypeError.
-
-    `words` says it of arguments that other libraries have, and by an empty name of calls with too many or too few.
-    """
-
-    def answers(function: Callable[_P, _R]) -> Callable[_P, _R]:
-        @wraps(function)
-        def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            try:
-                return function(*args, **kwargs)
-            except TypeError as error:
-                if error.__traceback__ is None or error.__traceback__.tb_next is not None:  # raised inside
-                    raise
-                raise StepTypeError(f"{call} {_misfit(function, kwargs, words)}") from None
-
-        return called
-
-    return answers
-
-
-def _misfit(
+def misfit_of(
     function: Callable[..., object], given: Mapping[str, Any], words: Mapping[str, str | Callable[[Any], str]]
 ) -> str:
+    """Return what does not fit a function's arguments, and what to write: `words` says it of those that other libraries have.
+
+    By an empty name it says what to add of calls with too many or too few.
+
+    >>> misfit_of(lambda x: x, {"y": 1}, {"y": "write x"})
+    "has no argument 'y': write x."
+    """
     known = {name: one for name, one in signature(function).parameters.items() if name != "self"}
     if unknown := next((name for name in given if name not in known), ""):
         word = words.get(unknown)

@@ -12,7 +12,17 @@ import pytest
 import mezzo
 
 PROGRAM = Path(__file__).with_name("every_name.py")
-HELPERS = {"as_flag", "check_given", "did_you_mean", "first_line", "kind_of", "listed", "plural"}  # of messages
+HELPERS = {
+    "as_flag",
+    "check_given",
+    "did_you_mean",
+    "first_line",
+    "is_out_of_memory",
+    "kind_of",
+    "listed",
+    "misfit_of",
+    "plural",
+}  # of messages
 
 
 def used() -> set[str]:

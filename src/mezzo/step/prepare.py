@@ -27,19 +27,19 @@ from ..binding import (
 )
 from ..binding.bind import bind
 from ..distributed import disconnect, refuse_flat
-from ..errors import PolicyError, StepError, answers_misfits, did_you_mean, kind_of, shown
+from ..errors import PolicyError, StepError, did_you_mean, kind_of, shown
 from ..formats import LOW_DTYPES, is_one_of
 from ..optim import adopt, local_optimizer, parameters, take_loaded_masters_, wrapped_optimizer
 from ..policy import CacheName, PolicyLike, as_policy
 from .foreign_scaler import warn_of_earlier
+from .foreign_words import ARGUMENTS
 from .leftovers import refuse_repeated, refuse_strangers
 from .loading import MastersFollow
-from .prepared_run import ARGUMENTS
 from .recovery import check_demotion
 from .release import let_go, original, remember_attributes, remember_weights
 from .report import ParameterNames
 from .result import Skip
-from .stepper import Stepper
+from .stepper import Stepper, answers_misfits
 from .update import is_owned
 
 _log = logging.getLogger("mezzo.step")

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..binding import BeforeForward, Binding, innermost
 from ..distributed import RankConsensus
-from ..errors import StepError, StepTypeError, answers_misfits, as_flag, plural
+from ..errors import StepError, StepTypeError, as_flag, plural
 from ..formats import LOW_DTYPES
 from ..policy import Policy
 from . import state_dict as checkpoint
@@ -31,19 +31,6 @@ from .result import Skip
 from .update import forbid_direct_steps
 
 _log = logging.getLogger("mezzo.step")
-MICRO_BATCHES = "write amp.backward(loss / n) for each of n micro-batches, then amp.step()"
-SCALES_BY_ITSELF = "leave it out: amp.backward(loss) and amp.step() scale by themselves where the policy says so, and amp.state_dict() has the scale"
-_NORMS = ("max_grad_norm", "clip_grad_norm", "gradient_clip_val", "gradient_clipping", "grad_clip", "clip_grad", "clip")
-ARGUMENTS = {
-    **dict.fromkeys(_NORMS, "write amp.step(max_norm=...), or clip_value=..."),
-    **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches"), MICRO_BATCHES),
-    **dict.fromkeys(("lr_scheduler", "scheduler"), "write amp.on_applied(scheduler.step)"),
-    "error_if_nonfinite": "leave it out, since gradients that are not finite make the step be skipped",
-    "gradient": "write amp.backward((outputs * gradient).sum())",
-    "scaler": SCALES_BY_ITSELF,
-    "strict": "a checkpoint is taken whole. Write amp.model.load_state_dict(weights, strict=False) for a part; masters follow",
-}
-"""What to write for arguments that other libraries have."""
 
 
 class PreparedRun:
@@ -144,7 +131,6 @@ class PreparedRun:
             run["outside"] = beside
         return {**run, **checkpoint.save_weights(self.model, self.optimizers)} if has_weights else run
 
-    @answers_misfits("amp.load_state_dict()", ARGUMENTS)
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Go on from a checkpoint, bit for bit where policy and optimizers are those it was made with.
 

@@ -3,59 +3,48 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import partial, wraps
 from numbers import Real
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..errors import (
-    StepAttributeError,
-    StepError,
-    StepTypeError,
-    answers_misfits,
-    as_flag,
-    did_you_mean,
-    kind_of,
-    shown,
-)
+from ..errors import StepAttributeError, StepError, StepTypeError, as_flag, did_you_mean, kind_of, misfit_of, shown
 from ..optim import stepped_optimizer
 from .capture import CapturedStep, P, R
 from .capture_rules import refuse_in_graph
 from .closure import step_by_closure
+from .foreign_words import ARGUMENTS, ELSEWHERE
 from .grad_passes import check_flags, check_inputs
-from .prepared_run import ARGUMENTS, MICRO_BATCHES, SCALES_BY_ITSELF, PreparedRun
+from .prepared_run import PreparedRun
 from .result import StepResult
 from .update import Clip
 
-
-def _sentence(words: str) -> str:
-    return f"{words[0].upper()}{words[1:]}."
-
-
 _NO_CLIP = Clip()
-_CLIP = "amp.step() divides gradients by the loss scale. Clip with amp.step(max_norm=...) or amp.step(clip_value=...), and edit gradients inside `with amp.unscaled_grads():`."
-_SAVE = "Write torch.save(amp.state_dict(), path), and amp.load_state_dict(torch.load(path))."
-_ELSEWHERE = {
-    **dict.fromkeys(
-        ("unscale_", "clip_grad", "clip_grad_norm", "clip_grad_norm_", "clip_grad_value_", "clip_gradients"), _CLIP
-    ),
-    **dict.fromkeys(("save", "load", "save_state", "load_state", "save_checkpoint", "load_checkpoint"), _SAVE),
-    "agree": "amp.agree is now called amp.consensus.",
-    "update": "amp.step() moves the loss scale too: leave it out.",
-    "get_scale": "Read amp.scale.",
-    "autocast": "The model runs in its policy wherever it is called: leave the block out.",
-    **dict.fromkeys(
-        ("accumulate", "gradient_accumulation_steps", "is_gradient_accumulation_boundary"), _sentence(MICRO_BATCHES)
-    ),
-    **dict.fromkeys(("scaler", "scale_loss"), _sentence(SCALES_BY_ITSELF)),
-    "optimizer_step_was_skipped": "amp.step() returns what happened: write result = amp.step(), and read result.applied.",
-}
-"""What to write for words that other libraries have for the steps of a training loop."""
+
+
+def answers_misfits(
+    call: str, words: Mapping[str, str | Callable[[Any], str]]
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Have calls that do not fit a function's arguments told what to write, by a StepTypeError in place of Python's TypeError; see `misfit_of`."""
+
+    def answers(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def called(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return function(*args, **kwargs)
+            except TypeError as error:
+                if error.__traceback__ is None or error.__traceback__.tb_next is not None:  # raised inside
+                    raise
+                raise StepTypeError(f"{call} {misfit_of(function, kwargs, words)}") from None
+
+        return called
+
+    return answers
 
 
 def _refused(what: str) -> Callable[..., NoReturn]:
@@ -94,14 +83,16 @@ class Stepper(PreparedRun):
         "unpacked or looped over: model and optimizer stay the objects they are. Write amp = mezzo.prepare(model, optimizer, policy)."
     )
 
+    load_state_dict = answers_misfits("amp.load_state_dict()", ARGUMENTS)(PreparedRun.load_state_dict)
+
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
             raise StepAttributeError(f"a stepper has no '{name}'. {self._meant(name)}")
 
     def _meant(self, name: str) -> str:
-        if name in _ELSEWHERE:
-            return _ELSEWHERE[name]
+        if name in ELSEWHERE:
+            return ELSEWHERE[name]
         if name in dir(self.__dict__.get("model")):
             return f"Write amp.model.{name}: the model stays the object it is."
         if any(name in dir(optimizer) for optimizer in self.__dict__.get("optimizers", ())):
