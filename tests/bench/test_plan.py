@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -16,6 +18,11 @@ CPU = torch.device("cpu")
     ("change", "message"),
     [
         ({"rounds": 0}, "--rounds 0 measures nothing; write 1 or more."),
+        ({"threads": -1}, "--threads -1 are none; write 1 or more, or 0 for torch's own choice."),
+        ({"threads": 2**40}, f"--threads {2**40} are none; write 1 or more, or 0 for torch's own choice."),
+        ({"seed": -1}, "--seed -1 is none; write a whole number from 0 on, below 2^63."),
+        ({"peak_rates_s": math.nan}, "--peak-rates-s nan measures nothing; write a number of seconds above 0."),
+        ({"peak_rates_s": 0.0}, "--peak-rates-s 0.0 measures nothing; write a number of seconds above 0."),
         ({"variants": ()}, "no variant was named; write --variants fp32 torch-amp, or leave the option out."),
         ({"variants": ("torch-apm",)}, "unknown variant 'torch-apm'. Did you mean 'torch-amp'?"),
         (

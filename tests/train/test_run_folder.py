@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -151,3 +153,20 @@ def test_a_best_model_that_is_gone_is_told_before_training_goes_on(trained: Trai
         f"the best model of the run, that of update {metrics(trained.out)[-1]['step']}, is not in {tmp_path / 'out' / 'best'}. "
         "Bring it back, or start again with --overwrite."
     )
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has other locks")
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_folder_takes_one_training_at_a_time(resume: bool, trained: TrainConfig, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(trained.out, out)
+    config, before = trained.replace(out=out, resume=resume, overwrite=not resume), contents(out)
+    code = f"from pathlib import Path; from mezzo.train.train_result import RunFolder\nwith RunFolder(Path({str(out)!r})).held(): print('held', flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdin is not None
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(ConfigError, match=rf"another process is training into {out}\. Wait .* another --out"):
+            run(config)
+        assert contents(out) == before
+        other.communicate(b"\n")
+    assert run(config).best_step == run(trained.replace(out=tmp_path / "alone")).best_step

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BenchError, did_you_mean
-from ..formats import LOW_DTYPES, parse_dtype, why_not_here
+from ..formats import LOW_DTYPES, is_count, is_number, parse_dtype, why_not_here
 from .roofline import Phase
 from .variant import Variant, find_variant, those_that_run
 
@@ -151,13 +151,15 @@ class Workload(abc.ABC):
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
 
     def check(self) -> None:
-        """Refuse, by a BenchError, numbers that leave nothing to measure: a count or size below 1, or an empty list of them."""
+        """Refuse, by a BenchError, numbers that leave nothing to measure: a count or size below 1, an empty list of them, or a rate that is none."""
         for spec in dataclasses.fields(self):
             value = getattr(self, spec.name)
             numbers = value if isinstance(value, tuple) else (value,)
             option = f"--{spec.name.replace('_', '-')}"
             if not numbers or any(isinstance(n, int) and n < 1 for n in numbers):
                 raise BenchError(f"{option} {' '.join(map(str, numbers))}: sizes and counts start at 1.")
+            if isinstance(value, float) and not is_number(value, 0):
+                raise BenchError(f"{option} {value}: write a number from 0 on.")
 
     @property
     def label(self) -> str:
@@ -244,6 +246,12 @@ class Plan:
         """Refuse what cannot be measured, before any process is started."""
         if self.rounds < 1:
             raise BenchError(f"--rounds {self.rounds} measures nothing; write 1 or more.")
+        if not is_count(self.threads, bits=15):
+            raise BenchError(f"--threads {self.threads} are none; write 1 or more, or 0 for torch's own choice.")
+        if not is_count(self.seed):
+            raise BenchError(f"--seed {self.seed} is none; write a whole number from 0 on, below 2^63.")
+        if not (is_number(self.peak_rates_s, 0) and self.peak_rates_s > 0):
+            raise BenchError(f"--peak-rates-s {self.peak_rates_s} measures nothing; write a number of seconds above 0.")
         if not self.variants:
             raise BenchError("no variant was named; write --variants fp32 torch-amp, or leave the option out.")
         if parse_dtype(self.dtype) not in LOW_DTYPES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -67,13 +68,14 @@ def _saved_state(config: TrainConfig, folder: RunFolder, corpus: Corpus) -> dict
     return state
 
 
-def _open_folder(config: TrainConfig, folder: RunFolder) -> None:
+def _open_folder(config: TrainConfig, folder: RunFolder, held: ExitStack) -> None:
     with writing(folder.path):
+        folder.path.mkdir(parents=True, exist_ok=True)
+        held.enter_context(folder.held())
         if not config.resume:
             folder.checkpoint.unlink(missing_ok=True)
             folder.result.unlink(missing_ok=True)
             shutil.rmtree(folder.best, ignore_errors=True)
-        folder.path.mkdir(parents=True, exist_ok=True)
     write_json(folder.config, config.to_dict())
 
 
@@ -162,7 +164,7 @@ def run(config: TrainConfig) -> TrainResult:
 
     Raises:
         DataError: the data cannot be used.
-        ConfigError: an option cannot be honoured.
+        ConfigError: an option cannot be honoured, or another process is training into the folder.
         CheckpointError: a checkpoint cannot be read or written, or is another run's.
         PolicyError: the policy does not fit.
         NonFiniteStep, LossScaleExhausted: training broke down.
@@ -172,12 +174,12 @@ def run(config: TrainConfig) -> TrainResult:
     Writes: the run's folder, standard error, torch's global random state. Syncs: yes.
     """
     check_given("run", "config", config, TrainConfig, "a TrainConfig")
-    with join(config.device) as world, keep_memory():
+    with join(config.device) as world, keep_memory(), ExitStack() as held:
         folder = RunFolder(path=config.out)
-        return _run(_restarted(config, folder, world), folder, world)
+        return _run(_restarted(config, folder, world), folder, world, held)
 
 
-def _run(config: TrainConfig, folder: RunFolder, world: DistContext) -> TrainResult:
+def _run(config: TrainConfig, folder: RunFolder, world: DistContext, held: ExitStack) -> TrainResult:
     device = world.device
     policy = config.chosen_policy.resolve(device)
     config.num_micro_batches(world.size)
@@ -200,7 +202,7 @@ def _run(config: TrainConfig, folder: RunFolder, world: DistContext) -> TrainRes
     )  # fmt: skip
     world.wait()  # until all have read what the first is about to replace
     if world.is_first:
-        _open_folder(config, folder)
+        _open_folder(config, folder, held)
     if state is not None:
         with reading(folder.checkpoint):
             trainer.load(state)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from ..errors import ConfigError
 
 _STATUS = Path("/proc/self/status")
 
@@ -46,6 +51,27 @@ class RunFolder:
         except (OSError, ValueError, RecursionError):
             return None
         return {"data", "policy", "out"} <= saved.keys() if isinstance(saved, dict) else None
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the folder, which exists, inside the block: a ConfigError while another process does. Not on Windows, nor where files cannot be locked. Writes: nothing."""
+        if sys.platform == "win32":
+            yield
+            return
+        import fcntl
+
+        handle = os.open(self.path, os.O_RDONLY)
+        try:
+            with suppress(OSError):  # of a file system without locks
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise ConfigError(
+                        f"another process is training into {self.path}. Wait for its end, or write another --out."
+                    ) from None
+            yield
+        finally:
+            os.close(handle)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
