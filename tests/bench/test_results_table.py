@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from tests.bench.script import load_script
 
 from mezzo.bench.measurement import Measurement, PointRoofline, Result
 from mezzo.bench.results_table import (
@@ -16,7 +17,6 @@ from mezzo.bench.results_table import (
     footnotes,
     header,
     label,
-    markdown_table,
     print_result,
     row,
     save_chart,
@@ -119,7 +119,7 @@ def test_footnotes() -> None:
 
 
 def test_markdown() -> None:
-    lines = markdown_table(RESULT).splitlines()
+    lines = load_script("performance").markdown_table(RESULT).splitlines()
     assert lines[0] == f"| {' | '.join(header(RESULT))} |"
     assert lines[1] == "| :--- | " + " | ".join(["---:"] * 10) + " |"
     assert lines[2:] == [f"| {' | '.join(cells)} |" for cells in GOLDEN]
