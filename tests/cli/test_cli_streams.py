@@ -121,7 +121,7 @@ def test_an_interrupt_in_a_checkpoint_is_an_interrupt(
             raise KeyboardInterrupt
 
     monkeypatch.setattr("mezzo.train.checkpoint.write_atomically", lambda path, write: write(Ended()))
-    monkeypatch.setattr("mezzo.train.loop._open_folder", lambda config, folder: None)
+    monkeypatch.setattr("mezzo.train.loop._open_folder", lambda *_: None)
     monkeypatch.setattr("mezzo.train.trainer.MetricsLog", lambda path, step: trainer.NoLog())
     assert main(["train", *words(config)]) == 130
     assert "ended by the keyboard before its first checkpoint" in capsys.readouterr().err
