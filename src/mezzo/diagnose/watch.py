@@ -18,23 +18,13 @@ from ..formats import LOW_DTYPES, dtype_name, is_count
 from ..kernels import move
 from ..optim import keeps_masters, parameters, stepped_optimizer
 from ..stamp import Stamp
-from ..step import Stepper, StepResult
+from ..step import Inert, Stepper, StepResult
 from ..trace import Histogram, SampledRows, floating, spaced
 from .trial import cover
 from .watch_report import Kind, StepRecord, TensorRecord, WatchReport
 
 _KEPT_RESULTS = 256
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
-
-
-class _OnOutput(partial[None]):
-    """A hook on a module; in a copy or a pickle of the module it is one that does nothing, since nobody watches that."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial, (_ignore,)
-
-
-def _ignore(*_: object) -> None: ...
 
 
 class Watch(AbstractContextManager["Watch"]):
@@ -92,7 +82,7 @@ class Watch(AbstractContextManager["Watch"]):
             self._disarm()
             return
         for row, (_, module) in enumerate(self._leaves):
-            self._sampling.append(module.register_forward_hook(_OnOutput(self._on_output, row)))
+            self._sampling.append(module.register_forward_hook(Inert(self._on_output, row)))
         for row, (_, parameter) in enumerate(self._parameters):
             hook = partial(self._on_gradient, self._first_gradient + row)
             handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch's own

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..kernels import AdamWRule, Backend, adamw
 from ..policy import Master
 from .base import MasterOptimizer, Params
-from .checks import check_betas, check_flags, check_range, check_rate
+from .checks import check_betas, check_bools, check_range, check_rate
 
 
 class AdamW(MasterOptimizer):
@@ -69,7 +69,7 @@ class AdamW(MasterOptimizer):
         backend: Backend = "auto",
     ) -> None:
         how = {"foreach": foreach, "capturable": capturable, "differentiable": differentiable, "fused": fused}
-        check_flags(self, {"amsgrad": amsgrad, "maximize": maximize, **how})
+        check_bools(self, {"amsgrad": amsgrad, "maximize": maximize, **how})
         check_rate(lr)
         check_betas(betas)
         check_range("eps", eps)

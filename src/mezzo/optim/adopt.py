@@ -16,7 +16,7 @@ from ..loss_scale import parameters
 from ..policy import Policy, PolicyLike, as_policy
 from .adamw import Adam, AdamW
 from .base import MasterOptimizer, hook_steps
-from .checks import check_flags
+from .checks import check_bools
 from .master_weights import MasterWeights
 from .optimizer_state import OWN_OPTIONS, HasMasters, mode_of, own_state, take_master_
 from .saved_state import check_saved
@@ -168,7 +168,9 @@ def release(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         elif options.pop(_FROM_POLICY, False):
             options["master"] = None
     if plain is not None:
-        for name in ("_plans", "_options", "_entries", "_group_places", "set_at"):
+        blank = object.__new__(type(inner))
+        blank._forget()  # has what mezzo keeps on an optimizer, and nothing else
+        for name in vars(blank):
             delattr(inner, name)
         inner.__class__ = plain  # type: ignore[assignment]  # what it was
         follow_class_step(inner)
@@ -183,7 +185,7 @@ def _choose_master(optimizer: MasterOptimizer, policy: Policy, *around: dict[str
 
 def _take_over(optimizer: torch.optim.Optimizer, policy: Policy) -> None:
     for group in optimizer.param_groups:
-        check_flags(optimizer, group)
+        check_bools(optimizer, group)
     own: dict[str, Any] = {"master": policy.master, "state_dtype": policy.state, "rounding_seed": 0, "backend": "auto"}
     for options in (optimizer.defaults, *optimizer.param_groups):
         options.update(own)

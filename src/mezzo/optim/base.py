@@ -30,7 +30,7 @@ from ..kernels import (
 )
 from ..kernels.operands import operands
 from ..loss_scale import ask_watchers, num_watchers
-from .checks import can_be_kept, check_closure, check_dense, check_flags, check_masters, check_options, taking_params
+from .checks import can_be_kept, check_bools, check_closure, check_dense, check_masters, check_options, taking_params
 from .optimizer_state import OWN_OPTIONS, KeepsMasters, mode_of, moment_dtype
 from .param_batches import Active, GroupStep, ParamBatch, aligned, batches_of
 
@@ -158,7 +158,7 @@ class MasterOptimizer(KeepsMasters):
         with taking_params(self):
             super().add_param_group(param_group)
         try:
-            check_flags(self, self.param_groups[-1])
+            check_bools(self, self.param_groups[-1])
             check_masters(self.param_groups[-1])
         except (MasterError, ConfigError):
             self.param_groups.pop()

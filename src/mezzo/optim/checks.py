@@ -55,7 +55,7 @@ def check_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
     if gone := [name for name in _READ if name in optimizer.defaults and name not in group]:
         raise ConfigError(f"a group of {kind} has no {gone[0]} any more: set it, as in group['{gone[0]}'] = ...")
     _check_own(group)
-    check_flags(optimizer, group)
+    check_bools(optimizer, group)
     for name in _NUMBERS:
         if not (is_number(value := group.get(name, 0.0)) or isinstance(value, (Tensor, bool))):
             raise ConfigError(f"a group of {kind} has {name}={shown(value)}: write a finite number.")
@@ -102,7 +102,7 @@ def check_count(label: str, step: object) -> None:
         raise ConfigError(f"the state of {label} has step={describe(step)}: it counts steps, so write one number.")
 
 
-def check_flags(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> None:
+def check_bools(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> None:
     """Refuse, by a ConfigError, a flag that says neither yes nor no, and differentiable=True. Syncs: for a tensor, once."""
     kind = type(optimizer).__name__
     for name in _FLAGS:

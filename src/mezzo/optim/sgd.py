@@ -14,7 +14,7 @@ from ..formats import number_of
 from ..kernels import Backend, SGDRule, sgd
 from ..policy import Master
 from .base import MasterOptimizer, Params
-from .checks import check_flags, check_range, check_rate
+from .checks import check_bools, check_range, check_rate
 
 
 class SGD(MasterOptimizer):
@@ -70,7 +70,7 @@ class SGD(MasterOptimizer):
         backend: Backend = "auto",
     ) -> None:
         how = {"foreach": foreach, "differentiable": differentiable, "fused": fused}
-        check_flags(self, {"nesterov": nesterov, "maximize": maximize, **how})
+        check_bools(self, {"nesterov": nesterov, "maximize": maximize, **how})
         check_rate(lr)
         check_range("momentum", momentum)
         check_range("weight_decay", weight_decay)

@@ -41,9 +41,9 @@ class MastersFollow:
         self._restored: dict[Tensor, int] = {}
         self._is_off = False
         own = [one for one in map(local_optimizer, optimizers) if keeps_masters(one)]
-        notes = [_Inert(partial(_note, weakref.ref(one), self._restored)) for one in own]
+        notes = [Inert(_note, weakref.ref(one), self._restored) for one in own]
         restored = [one.register_load_state_dict_post_hook(note) for one, note in zip(own, notes, strict=True)]
-        noted = [one.register_load_state_dict_post_hook(_Inert(self.news.note_load)) for one in optimizers]
+        noted = [one.register_load_state_dict_post_hook(Inert(self.news.note_load)) for one in optimizers]
         self._handles: list[RemovableHandle] = [*restored, *noted]
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.follow_parts()
@@ -54,8 +54,8 @@ class MastersFollow:
             self._hooked.add(part)
             if isinstance(part, torch.jit.ScriptModule):  # which takes no hooks
                 continue
-            self._handles.append(part.register_load_state_dict_pre_hook(_Inert(self._before)))  # type: ignore[no-untyped-call]
-            self._handles.append(part.register_load_state_dict_post_hook(_Inert(self._after)))  # type: ignore[no-untyped-call]
+            self._handles.append(part.register_load_state_dict_pre_hook(Inert(self._before)))  # type: ignore[no-untyped-call]
+            self._handles.append(part.register_load_state_dict_post_hook(Inert(self._after)))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
         """Take the hooks off again."""
@@ -117,18 +117,14 @@ def _note(owner: weakref.ref[Optimizer], restored: dict[Tensor, int], _: object)
         restored.update((p, version(p)) for p in parameters(optimizer))
 
 
-class _Inert:
-    """A hook that stays behind when its model is copied or pickled."""
+class Inert(partial[None]):
+    """A hook that does nothing in a copy or a pickle of what it is on, which nobody looks at."""
 
-    def __init__(self, hook: Any = None) -> None:
-        self._hook = hook
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, (_ignore,)
 
-    def __call__(self, *args: Any) -> None:
-        if self._hook is not None:
-            self._hook(*args)
 
-    def __reduce__(self) -> tuple[type[_Inert], tuple[()]]:
-        return _Inert, ()
+def _ignore(*_: object) -> None: ...
 
 
 def load_run_(engine: Engine, follow: MastersFollow, state: Mapping[str, Any]) -> tuple[str, ...]:

@@ -42,14 +42,18 @@ def refuse_wide(raw: bytes, what: str, names: str = "") -> None:
         raise DataError(f"{what} is {wide[:6]}, not UTF-8. Convert it, for example: iconv -f {wide} -t UTF-8{names}")
 
 
+def _refuse_folder(path: Path, what: str = "data file", kinds: Sequence[str] = SUFFIXES) -> None:
+    if path.is_dir():
+        raise DataError(f"the {what} {path} is a folder. Write a path to a {', '.join(kinds)} file in it.")
+
+
 def read_text(path: Path, what: str = "data file", kinds: Sequence[str] = SUFFIXES) -> str:
     """Return a UTF-8 file's text without its byte-order mark, its lines ended as Unix does; `what` and `kinds` are for errors.
 
     Raises:
         DataError: missing, not a file, unreadable, empty, or not UTF-8.
     """
-    if path.is_dir():
-        raise DataError(f"the {what} {path} is a folder. Write a path to a {', '.join(kinds)} file in it.")
+    _refuse_folder(path, what, kinds)
     if not path.exists():
         raise DataError(f"the {what} {path} does not exist. Write a path to a {', '.join(kinds)} file.")
     try:
@@ -167,7 +171,8 @@ def read_rows(name: str, text_column: str, label_column: str) -> list[Row]:
         DataError: the file is missing, empty, of another kind, not UTF-8, without a column, or malformed in a line.
     """
     path = Path(name)
-    reader = READERS.get(path.suffix.lower(), _table_rows if path.is_dir() else None)  # read_text refuses folders
+    _refuse_folder(path)
+    reader = READERS.get(path.suffix.lower())
     if reader is None and not path.exists():
         raise DataError(f"there is no data file {name!r}. Write a path to a {', '.join(SUFFIXES)} file, or 'reviews'.")
     if reader is None:
