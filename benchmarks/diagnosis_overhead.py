@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import mezzo
-from mezzo.bench.machine import describe_machine
+from mezzo.bench.hardware import describe_machine
 
 STEPS, EVERY, TWICE, WATCHED = 20, 100, 10, 10
 Seconds = tuple[float, float]

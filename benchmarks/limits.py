@@ -56,7 +56,7 @@ from torch.profiler import ProfilerActivity
 
 import mezzo
 from mezzo import keep_memory
-from mezzo.bench.machine import describe_machine
+from mezzo.bench.hardware import describe_machine
 from mezzo.bench.roofline import measure_peak_rates, roofline_seconds
 from mezzo.bench.variant import VARIANTS
 from mezzo.bench.workload import Setting, Workload

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import mezzo
-from mezzo.bench.machine import describe_machine
+from mezzo.bench.hardware import describe_machine
 
 STEPS = 10
 """As many as `watch` lets pass from one sampled step to the next, by default."""

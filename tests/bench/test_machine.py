@@ -9,29 +9,29 @@ from pathlib import Path
 import pytest
 import torch
 
-from mezzo.bench import machine
+from mezzo.bench import hardware
 
 
 def test_it_is_json_and_names_what_figures_depend_on() -> None:
-    facts = machine.describe_machine(torch.device("cpu"))
+    facts = hardware.describe_machine(torch.device("cpu"))
     assert json.loads(json.dumps(facts)) == facts
     assert facts["threads"] == torch.get_num_threads()
     assert facts["versions"]["torch"] == torch.__version__
     assert facts["cpu"]["cores"] >= 1
-    assert set(facts["cpu"]["flags"]) <= set(machine.CPU_FLAGS)
+    assert set(facts["cpu"]["flags"]) <= set(hardware.CPU_FLAGS)
 
 
 @pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="no /proc/meminfo")
 def test_free_memory_is_read_anew() -> None:
-    free = machine.free_memory_bytes()
+    free = hardware.free_memory_bytes()
     assert free is not None
-    assert 0 < free <= machine.cpu()["memory_bytes"]
+    assert 0 < free <= hardware.cpu()["memory_bytes"]
 
 
 def test_settings_of_allocator_and_threads_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "4294967296")
     monkeypatch.setenv("MEZZO_NOTHING", "1")
-    found = machine.describe_machine(torch.device("cpu"))["settings"]
+    found = hardware.describe_machine(torch.device("cpu"))["settings"]
     assert found["MALLOC_TRIM_THRESHOLD_"] == "4294967296"
     assert "MEZZO_NOTHING" not in found
 
@@ -39,12 +39,12 @@ def test_settings_of_allocator_and_threads_are_named(monkeypatch: pytest.MonkeyP
 def test_the_commit_is_that_of_the_checkout() -> None:
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     head = subprocess.run(git, capture_output=True, text=True, check=False).stdout
-    assert machine.commit().removesuffix("+edits") == head[:12]
+    assert hardware.commit().removesuffix("+edits") == head[:12]
 
 
 def test_a_missing_tool_is_no_error() -> None:
-    assert machine._said("no-such-tool-anywhere") == ""
-    assert machine._said("false") == ""
+    assert hardware._said("no-such-tool-anywhere") == ""
+    assert hardware._said("false") == ""
 
 
 @pytest.mark.parametrize(
@@ -55,4 +55,4 @@ def test_a_missing_tool_is_no_error() -> None:
     ],
 )
 def test_short_names(facts: dict[str, object], name: str) -> None:
-    assert machine.short_name(facts) == name
+    assert hardware.short_name(facts) == name

@@ -11,7 +11,7 @@ from tests.cli.test_bad_input import refused
 from tests.train.small import emotion_rows, write_tsv
 
 from mezzo.cli import main
-from mezzo.train.tokens import train_tokenizer
+from mezzo.train.model import train_tokenizer
 
 SMALL = "--vocab-size 200 --layers 1 --hidden 8 --heads 2 --max-length 16 --epochs 1 --device cpu".split()
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import mezzo.diagnose as diagnose
 from mezzo.trace.ops import Call, op_facts, results
 from mezzo.trace.reference_path import Fp64Reference, ReferencePath, vanishing_constant
-from mezzo.trace.widening import run_in_fp32, run_wide
+from mezzo.trace.wide_values import run_in_fp32, run_wide
 
 aten = torch.ops.aten
 SITE = event().site

@@ -11,8 +11,7 @@ from tests.train.small import emotion_rows, tiny
 from mezzo.train import TrainConfig, run
 from mezzo.train.dist_context import join
 from mezzo.train.evaluate import Encoded, evaluate, report
-from mezzo.train.model import build_model
-from mezzo.train.tokens import encode, train_tokenizer
+from mezzo.train.model import build_model, encode, train_tokenizer
 
 
 def train(rank: int, world: int, config: TrainConfig) -> dict[str, Any]:

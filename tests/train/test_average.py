@@ -9,8 +9,7 @@ from tests.train.test_train_step import UPDATES, config, loss_of, model
 from torch import Tensor
 
 from mezzo import Policy
-from mezzo.train.average import Average
-from mezzo.train.train_step import Updater
+from mezzo.train.train_step import Average, Updater
 
 DECAY = 0.6
 POISONED = 4

@@ -20,8 +20,7 @@ from tests.train.test_tokens import texts
 from mezzo.errors import CheckpointError, DataError
 from mezzo.train import checkpoint as saving
 from mezzo.train import run
-from mezzo.train.model import build_model
-from mezzo.train.tokens import train_tokenizer
+from mezzo.train.model import build_model, train_tokenizer
 
 STATE = {"weights": torch.arange(1 << 16, dtype=torch.float32), "best": -1.0, "labels": ["a", "b"], "none": None}
 

@@ -12,8 +12,7 @@ from tests.train.test_tokens import texts
 
 from mezzo import prepare
 from mezzo.train.evaluate import Encoded, evaluate, report
-from mezzo.train.model import build_model
-from mezzo.train.tokens import encode, train_tokenizer
+from mezzo.train.model import build_model, encode, train_tokenizer
 
 CPU = torch.device("cpu")
 

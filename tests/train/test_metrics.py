@@ -12,8 +12,7 @@ from matplotlib.image import imread
 from tests.train.test_checkpoint import full_disk
 
 from mezzo.errors import CheckpointError, ConfigError
-from mezzo.train.metrics import MetricsLog, read_metrics, save_curves, smooth, tracking
-from mezzo.train.progress import SMOOTHING
+from mezzo.train.metrics import SMOOTHING, MetricsLog, read_metrics, save_curves, smooth, tracking
 
 
 def update(step: int, **changes: object) -> dict[str, object]:

@@ -19,8 +19,8 @@ from mezzo.train.model import (
     load_model,
     parameter_groups,
     sinusoids,
+    train_tokenizer,
 )
-from mezzo.train.tokens import train_tokenizer
 
 LABELS = ("bad", "good", "mixed")
 

@@ -12,9 +12,8 @@ from transformers import pipeline
 
 from mezzo.errors import ConfigError, DataError, PolicyError
 from mezzo.train.checkpoint import save_checkpoint, save_model
-from mezzo.train.model import build_model
+from mezzo.train.model import build_model, train_tokenizer
 from mezzo.train.predictor import Predictor
-from mezzo.train.tokens import train_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from mezzo.train.progress import progress_bar
+from mezzo.train.metrics import progress_bar
 
 
 class Terminal(io.StringIO):

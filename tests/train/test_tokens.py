@@ -10,13 +10,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from mezzo.errors import ConfigError
+from mezzo.train.model import encode, load_tokenizer, restore_tokenizer, tokenizer_text, train_tokenizer
 from mezzo.train.text_files import read_reviews
-from mezzo.train.tokens import encode, load_tokenizer, restore_tokenizer, tokenizer_text, train_tokenizer
 
 SIZE = 700  # cuts the alphabet among characters that are equally common
 AGAIN = """
 from tests.train.test_tokens import SIZE, texts
-from mezzo.train.tokens import tokenizer_text, train_tokenizer
+from mezzo.train.model import tokenizer_text, train_tokenizer
 import sys; sys.stdout.write(tokenizer_text(train_tokenizer(texts(), SIZE, 32)))
 """
 

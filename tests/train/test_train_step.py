@@ -18,8 +18,7 @@ from mezzo import Policy
 from mezzo.errors import LossScaleExhausted, NonFiniteStep
 from mezzo.train import TrainConfig
 from mezzo.train.config import SCHEDULES
-from mezzo.train.model import build_model, parameter_groups
-from mezzo.train.tokens import train_tokenizer
+from mezzo.train.model import build_model, parameter_groups, train_tokenizer
 from mezzo.train.train_step import Updater
 
 UPDATES = 8

@@ -2,12 +2,12 @@
 
 from .hardware import DeviceReport as DeviceReport
 from .hardware import advice as advice
+from .hardware import describe_machine as describe_machine
 from .hardware import measure_device as measure_device
+from .hardware import short_name as short_name
 from .harness import Progress as Progress
 from .harness import measure as measure
 from .harness import run_tests as run_tests
-from .machine import describe_machine as describe_machine
-from .machine import short_name as short_name
 from .measurement import Measurement as Measurement
 from .measurement import Result as Result
 from .measurement import load as load

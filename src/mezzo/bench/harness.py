@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BenchError
-from .machine import describe_machine, free_memory_bytes
+from .hardware import describe_machine, free_memory_bytes
 from .measurement import Measurement, PointRoofline, Result
 from .roofline import PeakRates
 from .variant import VARIANTS, find_variant

@@ -13,7 +13,7 @@ from .document import Pairs as Pairs
 from .document import Series as Series
 from .document import Source as Source
 from .document import Table as Table
-from .plain_text import render_text as render_text
-from .plain_text import table_text as table_text
 from .report_base import Report as Report
 from .report_base import render_page as render_page
+from .report_base import render_text as render_text
+from .report_base import table_text as table_text

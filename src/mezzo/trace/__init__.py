@@ -37,6 +37,6 @@ from .tracer import trace as trace
 from .verdict import number as number
 from .wide_values import StorageNotes as StorageNotes
 from .wide_values import WideValues as WideValues
+from .wide_values import draws as draws
 from .wide_values import flat as flat
-from .widening import draws as draws
-from .widening import run_wide as run_wide
+from .wide_values import run_wide as run_wide

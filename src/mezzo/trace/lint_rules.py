@@ -20,8 +20,7 @@ from .ops import Call
 from .records import Event, Lint, LintRule, Site
 from .reference_path import ReferencePath
 from .verdict import number
-from .wide_values import StorageNotes
-from .widening import run_in_fp32
+from .wide_values import StorageNotes, run_in_fp32
 
 _TAKES_CONSTANT = frozenset({
     "add", "sub", "rsub", "clamp", "clamp_min", "clamp_max", "maximum", "full", "fill", "full_like", "new_full",

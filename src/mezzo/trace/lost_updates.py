@@ -18,8 +18,7 @@ from .lint_rules import LintWatch
 from .measure import amax, rerun_wide
 from .ops import Call
 from .records import Flush, FlushedGradient, LostUpdate, Site
-from .wide_values import StorageNotes, WideValues, flat, forget_results
-from .widening import run_in_fp32
+from .wide_values import StorageNotes, WideValues, flat, forget_results, run_in_fp32
 
 _NARROW = torch.float16
 """The format whose gradients flush; bf16 has the exponents of fp32."""

@@ -15,8 +15,7 @@ from ..formats import LOW_DTYPES, dtype_name, format_of, widened
 from .measure import amax, is_finite, numbers, rerun_wide
 from .ops import CASTS, FACTORS, Call, is_product
 from .records import Flush, Site, Wide
-from .wide_values import StorageNotes, WideValues, forget_results
-from .widening import Widening, is_repaired, run_in_fp32
+from .wide_values import StorageNotes, Widening, WideValues, forget_results, is_repaired, run_in_fp32
 
 _MOVES = ("index", "gather", "index_select", "take", "cat", "stack", "clone", "flip", "roll", "repeat", "embedding")
 """Ops that round nothing: what they hand on was made before."""

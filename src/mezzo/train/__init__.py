@@ -7,12 +7,12 @@ from .data import load_corpus as load_corpus
 from .dist_context import FailedOnOtherRank as FailedOnOtherRank
 from .dist_context import launch as launch
 from .loop import run as run
+from .model import encode as encode
 from .model import parameter_groups as parameter_groups
+from .model import train_tokenizer as train_tokenizer
 from .predictor import Prediction as Prediction
 from .predictor import Predictor as Predictor
 from .text_files import refuse_wide as refuse_wide
-from .tokens import encode as encode
-from .tokens import train_tokenizer as train_tokenizer
 from .train_result import RunFolder as RunFolder
 from .train_result import TrainResult as TrainResult
 from .train_result import peak_memory_bytes as peak_memory_bytes

@@ -19,11 +19,18 @@ from .config import TrainConfig
 from .data import Corpus, load_corpus
 from .dist_context import DistContext, join
 from .evaluate import Encoded, Evaluation, evaluate, report
-from .metrics import save_curves
-from .model import build_model, check_length, load_model
-from .progress import progress_bar
+from .metrics import progress_bar, save_curves
+from .model import (
+    build_model,
+    check_length,
+    encode,
+    load_model,
+    load_tokenizer,
+    restore_tokenizer,
+    tokenizer_text,
+    train_tokenizer,
+)
 from .text_files import Row
-from .tokens import encode, load_tokenizer, restore_tokenizer, tokenizer_text, train_tokenizer
 from .train_result import RunFolder, TrainResult, peak_memory_bytes
 from .train_step import Updater
 from .trainer import Position, Trainer, updates_per_epoch

@@ -19,9 +19,8 @@ from ..policy import as_policy
 from .batches import collate
 from .dist_context import choose_device
 from .evaluate import logits_of
-from .model import check_length, load_model
+from .model import check_length, encode, load_model, load_tokenizer
 from .text_files import is_text
-from .tokens import encode, load_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

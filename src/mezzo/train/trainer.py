@@ -12,16 +12,14 @@ from typing import Any, cast
 import torch.nn.functional as F
 from torch import Tensor
 
-from .average import Average
 from .batches import epoch_batches, hide_tokens, micro_batches, seed_dropout
 from .checkpoint import save_checkpoint, save_model
 from .config import TrainConfig
 from .dist_context import DistContext
 from .evaluate import Encoded, evaluate, logits_of
-from .metrics import MetricsLog, NoLog, tracking
-from .progress import Progress
+from .metrics import MetricsLog, NoLog, Progress, tracking
 from .train_result import RunFolder
-from .train_step import Updater
+from .train_step import Average, Updater
 
 
 @dataclass(kw_only=True, slots=True)
