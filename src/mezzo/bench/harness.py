@@ -54,8 +54,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         talks: its standard error is this process's own; otherwise it goes to a log that is kept after an error.
         source: as in `environment_of`.
 
-    Raises:
-        BenchError: from `ask`, if the process reports an error or dies.
+    Raises: BenchError: from `ask`, if the process reports an error or dies.
     """
 
     def __init__(self, job: Mapping[str, Any], *, talks: bool = False, source: Path | None = None) -> None:

@@ -18,8 +18,6 @@ class Measurement:
     """One variant at one point of a workload.
 
     Attributes:
-        point: label of the point.
-        variant: name of the variant.
         number_format: the format its large matrix products run in.
         seconds: raw samples in the order they were taken, one a round; each is the whole timed unit.
         units: how many times the unit does what the workload names (steps, forwards).
@@ -74,7 +72,6 @@ class Result:
     """A benchmark with everything needed to judge it or to run it again.
 
     Attributes:
-        workload: its name.
         unit: what is counted: "step", "forward".
         date: when it began, ISO 8601, UTC.
         tests: what the tests of the measured code said before the measurement.
@@ -83,7 +80,6 @@ class Result:
         machine: hardware, versions, commit.
         peak_rates: the machine's measured limits.
         rooflines: the least work of each point, by label.
-        measurements: one for each point and variant.
     """
 
     workload: str

@@ -92,8 +92,7 @@ def seconds_of_rounds(session: Session, device: torch.device) -> Iterator[tuple[
 class VariantWorker:
     """Times one variant of a workload, point by point; holds one point in memory at a time.
 
-    Raises:
-        BenchError: a library the workload needs is missing.
+    Raises: BenchError: a library the workload needs is missing.
     """
 
     def __init__(self, plan: Plan, workload: Workload, variant: str) -> None:

@@ -136,8 +136,7 @@ def open_folder(folder: Path) -> None:
 def save(result: Result, folder: Path) -> tuple[Path, Path]:
     """Write a result's JSON and picture into a folder, each whole or not at all, and return their paths.
 
-    Raises:
-        OSError: one could not be written.
+    Raises: OSError: one could not be written.
 
     Writes: both files, over those of the same day, machine and kind; other sizes, results of compiled variants alone, and those
     beside a file that is no result get a number.

@@ -40,7 +40,6 @@ class ModuleError:
     Attributes:
         module: name below the root, empty for the root itself or outside any module.
         path: as a reader calls it.
-        cls: class name.
         forward: its results; None if none of them differs from fp32.
         backward: the gradients of its inputs, likewise.
         weights: the gradients of its parameters, likewise.
@@ -65,9 +64,6 @@ class OpError:
         module: as in `ModuleError`.
         path: likewise.
         op: plain name; in backward, of the forward op whose gradient ran.
-        called: public name of the torch function.
-        kernel: the op, as torch calls it.
-        dtype: of the result.
         frame: the nearest line of a library or of the user.
         calls: how many results were compared.
         agreement: of its results.
@@ -94,7 +90,6 @@ class GradientError:
     """Error of one parameter's gradient.
 
     Attributes:
-        name: of the parameter.
         total: dB, against an fp32 step.
         share: its part of the error of all gradients, energies; NaN if that is infinite or zero.
     """
@@ -109,15 +104,10 @@ class StepFidelity:
     """One step under one policy, beside fp32.
 
     Attributes:
-        policy: its text.
         scale: loss scale of the backward pass.
-        loss: as computed.
-        reference_loss: in fp32.
         outputs: of the outermost module.
         gradients: of all parameters, as one vector; None without gradients.
         modules: in the order they first computed.
-        ops: likewise.
-        parameters: in the order of the model.
         flops: floating-point operations of the step, in any format.
         unseen: (kernel, calls) of ops that have no fp32 counterpart; their results count as exact.
         flaw: why the step says nothing of its agreement, such as a loss that is NaN in fp32 too; empty if it does.
@@ -171,7 +161,6 @@ class CompareReport(Report):
     """What a comparison with fp32 found.
 
     Attributes:
-        model: class name.
         measurement: the step under the policy, beside fp32.
         proposals: edits that were tried and pay, by what they gain for what they cost, the best first.
         tried: every edit that was tried by itself.

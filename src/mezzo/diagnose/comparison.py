@@ -185,9 +185,6 @@ def compare(
         policy: what to compare with fp32.
         tries: edits to try, each as costly as the comparison itself; 0 for none.
 
-    Returns:
-        The report.
-
     Raises:
         PolicyError: the policy does not fit the model.
         ConfigError: no model, batch or loss; or the policy runs everything in fp32, so there is nothing to compare.

@@ -88,9 +88,6 @@ def trace_script(
         stop_at_fault: end it once a fault reached a loss, gradient, weight or output. What a loss scaler repairs by
             itself is no fault.
 
-    Returns:
-        The diagnosis, and how the script ended.
-
     Raises:
         DataError: no such file, or nothing in it, or in the module, that can be run.
 

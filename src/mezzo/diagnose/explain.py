@@ -33,8 +33,6 @@ class ModuleRow:
     """What one module ran itself, its submodules left out.
 
     Attributes:
-        module: name, empty for the root.
-        cls: class name.
         ops: (dtype, number of ops).
         flops: (dtype, floating-point operations).
         weight_casts: casts of parameters.
@@ -64,15 +62,12 @@ class Explanation(Report):
     """What a policy does to one step of a model.
 
     Attributes:
-        model: class name.
         policy: text, with the compute dtype decided.
         device: as torch prints it.
         native: the device has units for the compute dtype.
         native_reason: where that was read.
         rows: by module, in the order they ran.
         fp32_s: seconds of a step in fp32, the fastest of several; 0 where nothing was timed.
-        policy_s: seconds of a step under the policy.
-        has_backward: the step had a backward.
     """
 
     model: str
@@ -305,9 +300,6 @@ def explain(
         policy: a policy or its text.
         loss_fn: computes the loss from (model, batch).
         budget_s: seconds of timing for each of fp32 and the policy; 0 measures nothing.
-
-    Returns:
-        Counts by module, times, and the verdict.
 
     Raises:
         PolicyError: the policy does not fit the model.

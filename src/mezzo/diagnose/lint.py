@@ -21,11 +21,8 @@ class LintReport(Report):
     """What a lint pass saw.
 
     Attributes:
-        model: class name.
         policy: the policy's text, empty where the model ran as it is.
         warnings: in the order they were seen.
-        ops: number of ops looked at.
-        has_backward: the step went backward.
         flaw: what the trace of the step says instead of "healthy", as where it met NaN or did not go backward; else empty.
     """
 

@@ -44,12 +44,6 @@ class MemoryReport(Report):
     """What training will occupy.
 
     Attributes:
-        model: class name.
-        optimizers: class names.
-        policy: text.
-        parameters: number of elements.
-        trainable: number of trainable elements.
-        shares: by kind.
         has_batch: activations were measured on a batch; without one they are left out.
     """
 
@@ -205,9 +199,6 @@ def memory(
         policy: a policy or its text.
         batch: as in `mezzo.diagnose.lint`; None leaves the activations out and counts casts of weights as two bytes each.
         loss_fn: computes the loss from (model, batch).
-
-    Returns:
-        Bytes by kind; `per_parameter` and `peak_bytes` sum up.
 
     Raises:
         PolicyError, MasterError, StepError: as `mezzo.prepare` would.

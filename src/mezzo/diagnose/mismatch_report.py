@@ -21,8 +21,6 @@ class OpPlace:
 
     Attributes:
         op: public function, else op.
-        kernel: as torch calls it.
-        module: by name.
         frame: its line; None where none is known.
         dtype: of its result, short name.
     """
@@ -43,7 +41,6 @@ class MismatchFinding:
     """The first op where two runs part.
 
     Attributes:
-        cause: why.
         op: public function, else op.
         module: where it stands, by name.
         frame: its line.
@@ -66,7 +63,6 @@ class OutputGap:
     """How far two outputs are from each other.
 
     Attributes:
-        name: of the output.
         difference: length of the difference over that of a; inf where only one is finite.
         largest: largest difference of an element.
         kl_mean: Kullback-Leibler divergence of the softmax over the last dimension, b from a, in nats, mean over rows.

@@ -42,7 +42,6 @@ class Value:
     """What a tensor holds, whatever its layout: figures of its elements as a set.
 
     Attributes:
-        numel: elements.
         left_out: of them those that are not finite, or stand for infinity in a mask.
         sums: of the others: sum, sum of magnitudes, of squares, of cubes, least, largest.
         is_float: not an index or a mask.
@@ -83,13 +82,10 @@ class OpRun:
     """One op of a run.
 
     Attributes:
-        site: where.
-        kernel: as torch calls it.
         arguments: numbers, flags and words it was given, by name.
         reads: what it read, in fp64.
         readers: for each of `reads` the op that made it; None for what was there before the run.
         makes: what it made, in fp64.
-        draws: it draws random numbers.
         dtype: of the first result, short name.
         local: its error over its result, against fp64 on what it read; as lengths.
         bound: what rounding explains of it.

@@ -310,7 +310,7 @@ def record(
         loss_fn: for that: loss_fn(model, batch) computes what is given to `amp.backward` for a batch, as for `mezzo.replay`.
 
     Returns:
-        The recorder, to be closed or used as a context. `recorder.batches(loader)` hands the batches out.
+        The recorder, to be closed or used as a context.
 
     Raises:
         ConfigError: `every` below 1, something else to record, or `twice_every` without `loss_fn`.

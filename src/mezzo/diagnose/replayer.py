@@ -38,7 +38,6 @@ class ReplayedStep(Report):
     """One step that was run again.
 
     Attributes:
-        step: its number.
         policy: it ran under.
         losses: of its micro-batches.
         grad_norm: of its true gradients.
@@ -197,9 +196,6 @@ def replay(
             loss_fn(model, batch) computes what was given to `amp.backward` for a batch.
         policy: for the step itself; None: that of the run.
         around: given the model, returns a context for the step itself, such as `mezzo.diagnose.trace`, whose report comes back in `traced`.
-
-    Returns:
-        What came of the step, and whether it and those before it came out as recorded.
 
     Raises:
         ConfigError: no folder, or `build` returns something else.

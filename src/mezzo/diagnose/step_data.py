@@ -97,8 +97,7 @@ def fits(value: Any, layout: Any) -> bool:
 def read(path: Path, layout: Any = object, load: Callable[[BinaryIO], Any] = lambda file: _Reader(file).load()) -> Any:
     """Return what `write` wrote, or what `load` makes of another file of a record, laid out as `fits` asks; in memory of its own.
 
-    Raises:
-        DataError: something else, or a damaged file; nothing in it is called.
+    Raises: DataError: something else, or a damaged file; nothing in it is called.
     """
     try:
         with path.open("rb") as file:

@@ -69,10 +69,7 @@ def _takes_two(function: Callable[..., object]) -> bool:
 def loss_of(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> Tensor:
     """Return the loss: `loss_fn`'s, else the sum of the mean squares of every floating output, in fp32.
 
-    Raises:
-        ConfigError: what `loss_fn` returns is no tensor of one number.
-
-    Syncs: as the model does.
+    Raises: ConfigError: what `loss_fn` returns is no tensor of one number. Syncs: as the model does.
     """
     if loss_fn is not None:
         loss: object = loss_fn(model, batch)

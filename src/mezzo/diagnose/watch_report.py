@@ -36,7 +36,6 @@ class StepRecord:
 
     Attributes:
         step: number, from 0.
-        applied: it was taken.
         scale: loss scale its gradients carried.
         grad_norm: of the true gradients.
         loss: sum of the losses given to `backward`; with a closure, the last one; None if there was none.
@@ -59,8 +58,6 @@ class TensorRecord:
 
     Attributes:
         kind: activation (output of a leaf module), gradient (as carried, times the loss scale) or weight.
-        name: of the module or parameter.
-        histogram: of the sampled values.
         lost: share of sampled weights with a gradient that a taken step did not move; 0 where masters keep updates.
     """
 
@@ -75,13 +72,10 @@ class WatchReport(Report):
     """A run as its watch saw it.
 
     Attributes:
-        model: class name.
         policy: text; empty for a model that is not prepared.
         compute: short name of the format low ops run in.
         every: sampled one step in so many.
-        num_steps: how many there were.
         steps: every step of a prepared run; none of another.
-        tensors: by kind and name.
         loss_scale: of the last step; 1 where it is not known.
         host_share: share of the host's time that watching took, as measured in this run.
         sampled: sampled steps that were taken.

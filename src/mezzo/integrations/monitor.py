@@ -132,9 +132,6 @@ def monitor(amp: Stepper, *, every: int = 100, to: object = None) -> Monitor:
         to: a `SummaryWriter`, a run of `wandb.init`, a folder for TensorBoard, a function of (values, step), or several
             of them. Left out: the W&B run that is active, or else the folder "runs/mezzo".
 
-    Returns:
-        The monitor, to be closed or used as a context.
-
     Raises:
         ConfigError: no stepper, `every` below 1, a tracker of another kind, or a library that is not installed.
 

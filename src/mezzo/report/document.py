@@ -58,7 +58,6 @@ class Chart:
     """Lines or bars over labelled positions.
 
     Attributes:
-        title: above the chart.
         kind: lines, or bars side by side.
         labels: positions on the horizontal axis.
         series: what is drawn, one value per label.
@@ -79,7 +78,6 @@ class Heat:
     """A row of shares for each of many things, over labelled positions.
 
     Attributes:
-        title: above it.
         labels: positions on the horizontal axis.
         rows: name of each thing, and its shares, one value per label.
         unit: of the values.

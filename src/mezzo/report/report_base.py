@@ -234,13 +234,10 @@ class Report:
         return json.dumps({"report": type(self).__name__, **to_plain(self)}, indent=1)
 
     def to_html(self, path: str | Path) -> Path:
-        """Write one self-contained page that opens without a network.
+        """Write one self-contained page that opens without a network, and return its path.
 
         Args:
             path: file to write; its folder must exist.
-
-        Returns:
-            The path.
 
         Raises:
             ConfigError: jinja2 is not installed.

@@ -38,17 +38,8 @@ class Finding:
     """One fault: what, where, how it is known, and what removes it.
 
     Attributes:
-        verdict: kind of fault.
-        phase: forward, backward or optimizer.
-        op: plain name; in backward, of the forward op whose gradient went wrong.
+        phase, op, called, module, path, frame, library, step, rank: where it occurred first, as in `Site`.
         kernel: the torch op that ran.
-        called: the public torch function that was called.
-        module: fully qualified name, empty for the root or outside.
-        path: module as a reader calls it.
-        frame: the line to look at: the user's own, else a library's.
-        library: nearest line of an installed package, where that is nearer.
-        step: of the first occurrence.
-        rank: of the process.
         why: one sentence with the numbers.
         fix: what to change.
         steps: in which it reached what it reached.

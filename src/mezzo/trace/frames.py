@@ -81,15 +81,13 @@ class Location(NamedTuple):
 
 
 def locate(in_backward: bool) -> Location:
-    """Walk the Python stack outwards from the running op to the nearest frames of the user's code and of a library.
+    """Walk the Python stack outwards from the running op to the nearest frames of the user's code and of a library, and return them.
+
+    In a batch that is run again by a step, the user's line is that which called the model the first time.
 
     Args:
         in_backward: an autograd node is running, so the walk ends where the engine was entered: what called
             `backward()` did not call this op, and a worker thread's stack ends there by itself.
-
-    Returns:
-        The nearest frames of the user's code and of a library. In a batch that is run again by a step, the line that
-        called the model the first time.
     """
     user = library = relay = None
     is_recompute = False

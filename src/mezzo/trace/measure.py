@@ -93,10 +93,7 @@ def rerun(call: Call, given: Given | None = None) -> list[Tensor]:
     Returns:
         Its floating results, NaN where it says that they do not exist, and the floating arguments it wrote.
 
-    Raises:
-        RuntimeError, NotImplementedError: the op has no kernel for these dtypes.
-
-    Syncs: as the op does.
+    Raises: RuntimeError, NotImplementedError: the op has no kernel for these dtypes. Syncs: as the op does.
     """
     facts, (args, kwargs) = call.facts, given or call.given
     if is_collective(facts.kernel):

@@ -43,7 +43,6 @@ class Site:
         called: public name of the torch function that was called, empty where torch called itself.
         op: plain name of the op; in backward, of the forward op whose gradient ran, or of what the program's own lines ran there.
         step: optimizer steps before this one, skipped ones counted.
-        rank: of this process.
         own_node: of what the program's own lines ran in backward, the Function whose backward they are, or the op they hook; else empty.
         is_ruled: whether a policy's rules reach it: it ran inside a module, or in a region.
     """
@@ -84,7 +83,6 @@ class TensorFacts:
     Attributes:
         name: the argument's name in the op's schema, or the name of a result.
         dtype: short name.
-        shape: sizes.
         device: as torch prints it.
         amax: largest finite magnitude.
         nan, posinf, neginf, zeros: counts.
@@ -131,8 +129,6 @@ class Flush:
     """16-bit results that are 0 although the same op in fp32 gives another number.
 
     Attributes:
-        site: where.
-        kernel: the op.
         dtype: format that flushed.
         share: of the elements, in [0, 1].
         wide_amax: largest lost magnitude.
@@ -159,9 +155,7 @@ class Event:
 
     Attributes:
         index: order of occurrence.
-        kind: how.
         kernel: the op that ran, as torch calls it.
-        site: where and when.
         inputs: floating inputs, values before the op.
         outputs: floating results and written arguments.
         parents: events whose non-finite values were inputs.
@@ -209,7 +203,6 @@ class Sink:
     Attributes:
         kind: the loss, a gradient, a parameter, a buffer, a model's output, an activation that became finite
             again but is not what fp32 gives, a value the host read, or one that was there when the program ended.
-        name: its name.
         causes: indices of the events it comes from.
         step: as in `Site`.
         after: number of events before it.
@@ -235,10 +228,8 @@ class Size:
         root, cls: class names of the outermost module and of the module.
         name: module or parameter name, which two networks can share.
         owner: identity of the module or parameter.
-        dtype: short name.
         rms: root mean square of the finite values, in fp64.
         amax: largest finite magnitude.
-        nonfinite: count.
         step, call: as in `Site`; how many calls of the same module came before, in this step.
         reference: largest magnitude in an fp32 run, where it is known to differ; inf where that overflows too.
     """
@@ -262,8 +253,6 @@ class LostUpdate:
     """Updates of one 16-bit parameter that rounding swallowed in one optimizer step.
 
     Attributes:
-        name: of the parameter.
-        dtype: short name.
         optimizer: class name; "the program" or "the forward" where that updates it itself; empty for a state to which a forward adds.
         intended: elements whose update, computed in fp32, is not zero.
         lost: those of them whose stored value did not change.
@@ -283,11 +272,8 @@ class FlushedGradient:
     """What fp16 left of one parameter's gradient in one step.
 
     Attributes:
-        name: of the parameter.
-        numel: number of elements.
         flushed: those that are 0 and are not 0 in fp32, from the op on that flushed them.
         flush: where most of them were lost.
-        loss_scale: factor on the loss.
         wanted_scale: factor that keeps nearly all of them.
         step: as in `Site`.
     """
@@ -312,8 +298,6 @@ class Lint:
     """Code that loses numbers, seen in a program that may still be finite.
 
     Attributes:
-        rule: which one.
-        site: where.
         kernel: the op, as torch calls it; empty where it is none.
         dtype: the 16-bit format at work.
         what: the tensor, buffer, parameter or constant, in words.
@@ -333,9 +317,6 @@ class LineRange:
     """Exponents of what one line of source computed: of sampled values, and of the largest ones.
 
     Attributes:
-        file: of the line.
-        line: its number.
-        phase: forward, backward or optimizer.
         dtypes: of the results, short names, sorted.
         lowest: exponent of the smallest finite magnitude above 0; None if there is none.
         highest: exponent of the largest finite magnitude, of all values; None if there is none above 0.
@@ -361,14 +342,11 @@ class TraceRecord:
 
     Attributes:
         model: class name of the traced model, or of the first one seen.
-        events, sinks, sizes: in order.
         lost, lints: lost updates, and lint rules that the code broke.
-        lines: magnitudes by line.
         ops, steps: numbers of ops seen and of steps begun.
         rank, torch: of this process; version.
         flushed: gradients, and what fp16 flushed of them.
         forwards, inferences: outermost modules that ran with gradients on, and without.
-        backwards: passes.
         updates: optimizer steps taken.
         taken: the steps in which one was.
         skipped: those that a loss scaler left out.

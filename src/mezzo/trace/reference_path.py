@@ -245,10 +245,7 @@ class ReferencePath:
 
         `wide` is what `see` returned for it; in backward it is the last op that `enter_node` took in.
 
-        Returns:
-            The result on fp32 values where they are known, and the zero of 16 bit that it came through.
-
-        Syncs: yes.
+        Returns the result on fp32 values where they are known, and the zero of 16 bit that it came through. Syncs: yes.
         """
         flush = self._decisive(call)
         if self._tape and self._tape[-1] is call:

@@ -31,7 +31,6 @@ class TraceReport(Report):
     """What a trace found.
 
     Attributes:
-        record: everything that was seen.
         findings: the faults, the first one first.
     """
 

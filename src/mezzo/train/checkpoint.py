@@ -144,10 +144,7 @@ def save_model(folder: Path, model: nn.Module, tokenizer: Any, weights: dict[str
     move last, so a kill leaves the old model or the new one. `weights` are saved in place of the model's own: the masters of
     16-bit weights.
 
-    Raises:
-        CheckpointError: it could not be written; the model that was there still is.
-
-    Writes: the folder. Syncs: yes.
+    Raises: CheckpointError: it could not be written; the model that was there still is. Writes: the folder. Syncs: yes.
     """
     from safetensors import SafetensorError
 

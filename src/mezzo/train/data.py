@@ -102,8 +102,7 @@ def read_label_map(path: Path) -> LabelMap:
         path: a .json file with a list of names in order, a {"name": index} or a {"label": "name"} object; or a .tsv file with
             a label and its name in each line, in order.
 
-    Raises:
-        DataError: missing, not UTF-8, no such map, two classes of one name, or fewer than two.
+    Raises: DataError: missing, not UTF-8, no such map, two classes of one name, or fewer than two.
     """
     text = read_text(path, "label map", (".json", ".tsv"))
     pairs = _json_pairs(path, text) if path.suffix.lower() == ".json" else _tsv_pairs(path, text)
@@ -180,8 +179,7 @@ def load_corpus(config: TrainConfig) -> Corpus:
 
     Rows of `data` that also stand in the dev or test file are taken out of training.
 
-    Raises:
-        DataError: a file that is missing, empty, not UTF-8, without its columns, with one class, or too small.
+    Raises: DataError: a file that is missing, empty, not UTF-8, without its columns, with one class, or too small.
     """
     names = None if config.label_map is None else read_label_map(config.label_map)
     rows, dropped = _read(config.data, config, names)

@@ -60,10 +60,7 @@ class DistContext:
     def sum(self, value: Tensor) -> Tensor:
         """Return a CPU tensor added up over the ranks, the same bits on all.
 
-        Raises:
-            DistributedError: a rank is lost.
-
-        Writes: perhaps `value`. Syncs: with the slowest rank.
+        Raises: DistributedError: a rank is lost. Writes: perhaps `value`. Syncs: with the slowest rank.
         """
         return value if self.group is None else self.group.sum_(self.group.to_device(value)).cpu()
 
@@ -206,10 +203,7 @@ def _surroundings(nproc: int) -> Iterator[None]:
 
 
 def launch(command: Sequence[str], *, nproc: int, max_restarts: int) -> int:
-    """Run `python -m mezzo` with some words as several ranks, which find each other by themselves.
-
-    Returns:
-        The exit code: 0, or that of the first rank that failed and said why.
+    """Run `python -m mezzo` with some words as several ranks, which find each other by themselves; return 0, or the exit code of the first that failed and said why.
 
     Raises:
         ConfigError: fewer ranks than 1, fewer restarts of all of them than 0, or a launcher has started this process already.

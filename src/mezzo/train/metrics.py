@@ -133,10 +133,7 @@ def _damaged(path: Path, why: str) -> CheckpointError:
 class MetricsLog:
     """Appends records to a file; they reach it at every `flush`. Those after `step`, of a part of the run that is done again, are taken out.
 
-    Raises:
-        CheckpointError: the file cannot be written.
-
-    Writes: the file.
+    Raises: CheckpointError: the file cannot be written. Writes: the file.
     """
 
     def __init__(self, path: Path, step: int) -> None:
@@ -180,10 +177,7 @@ def tracking(name: str, folder: Path) -> Iterator[Track]:
             folder with WANDB_MODE=offline; "none" forgets them.
         folder: of the run.
 
-    Raises:
-        ConfigError: the library is not installed.
-
-    Writes: files of the tracker.
+    Raises: ConfigError: the library is not installed. Writes: files of the tracker.
     """
     if name == "none":
         yield lambda step, numbers: None

@@ -36,8 +36,7 @@ def build_model(config: TrainConfig, labels: Sequence[str], tokenizer: Any) -> n
 
     Its learned positions start as sinusoids; random ones cost a short training its first epochs.
 
-    Raises:
-        ConfigError: its weights alone are more than the machine's memory.
+    Raises: ConfigError: its weights alone are more than the machine's memory.
     """
     from transformers import BertConfig, BertForSequenceClassification
 
@@ -100,8 +99,7 @@ def load_model(name: str | Path, labels: Sequence[str] | None = None) -> nn.Modu
 
     A head of another size than there are labels is replaced by a random one; None keeps the saved head.
 
-    Raises:
-        ConfigError: no such model, no classifier for its kind, or the hub cannot be reached.
+    Raises: ConfigError: no such model, no classifier for its kind, or the hub cannot be reached.
     """
     changes, name = {} if labels is None else _label_names(labels), model_name(name)
     try:
@@ -146,10 +144,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 def quiet() -> Iterator[None]:
     """Keep the library's progress bars off standard error while inside, and on ranks but the first its log as well.
 
-    Raises:
-        ConfigError: the library is not installed.
-
-    Writes: switches of the library, and sets them back.
+    Raises: ConfigError: the library is not installed. Writes: switches of the library, and sets them back.
     """
     try:
         from transformers.utils import logging
@@ -218,8 +213,7 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, max_length: int) -> A
     several characters, which halves the length of a text against one token a character. `max_length` is what later users of
     the tokenizer are told.
 
-    Raises:
-        ConfigError: the transformers library is not installed.
+    Raises: ConfigError: the transformers library is not installed.
     """
     try:
         from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers

@@ -73,10 +73,7 @@ class Predictor:
         Returns:
             A prediction for each text, None for one that is empty.
 
-        Raises:
-            DataError: no list of texts, or something in it that is none.
-
-        Syncs: yes.
+        Raises: DataError: no list of texts, or something in it that is none. Syncs: yes.
         """
         texts = _list_of(texts)
         indices = [index for index, text in enumerate(texts) if text.strip()]

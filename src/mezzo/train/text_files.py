@@ -50,8 +50,7 @@ def _refuse_folder(path: Path, what: str = "data file", kinds: Sequence[str] = S
 def read_text(path: Path, what: str = "data file", kinds: Sequence[str] = SUFFIXES) -> str:
     """Return a UTF-8 file's text without its byte-order mark, its lines ended as Unix does; `what` and `kinds` are for errors.
 
-    Raises:
-        DataError: missing, not a file, unreadable, empty, or not UTF-8.
+    Raises: DataError: missing, not a file, unreadable, empty, or not UTF-8.
     """
     _refuse_folder(path, what, kinds)
     if not path.exists():
@@ -167,8 +166,7 @@ def read_rows(name: str, text_column: str, label_column: str) -> list[Row]:
     It is a .tsv (tab-separated, quotes are plain characters), .csv (quoted as RFC 4180 has it) or .jsonl file, UTF-8;
     tables start with a line of column names.
 
-    Raises:
-        DataError: the file is missing, empty, of another kind, not UTF-8, without a column, or malformed in a line.
+    Raises: DataError: the file is missing, empty, of another kind, not UTF-8, without a column, or malformed in a line.
     """
     path = Path(name)
     _refuse_folder(path)

@@ -22,7 +22,6 @@ class RunFolder:
     """Where the files of a run lie.
 
     Attributes:
-        path: the folder.
         config: the options, JSON.
         checkpoint: what `--resume` goes on from.
         best: the model with the best dev accuracy and its tokenizer, as the transformers library has them.
@@ -94,7 +93,6 @@ class TrainResult:
         comm: what this rank handed to gradient all-reduces: how many by dtype, and bytes; empty on one rank.
         report: precision, recall, F1 and support by class, on the test rows.
         report_text: the same as a table.
-        out: the run's folder.
     """
 
     accuracy: float

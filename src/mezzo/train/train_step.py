@@ -46,10 +46,7 @@ class Updater:
         updates: of the whole run.
         world: the ranks that share each batch; left out, this one takes all of it.
 
-    Raises:
-        PolicyError: the policy does not fit the model.
-
-    Writes: the model's parameters, as `prepare` does.
+    Raises: PolicyError: the policy does not fit the model. Writes: the model's parameters, as `prepare` does.
     """
 
     def __init__(

@@ -28,7 +28,6 @@ class Position:
 
     Attributes:
         step: updates done or skipped.
-        skipped: updates skipped.
         best_accuracy: the best on the dev rows so far; -1 before the first evaluation.
         best_step: when that was.
         epoch_loss: sum of the losses of this epoch's applied updates.
