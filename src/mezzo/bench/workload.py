@@ -129,6 +129,8 @@ class Workload(abc.ABC):
     """Likewise, each without and with kept memory."""
     optimizer: ClassVar[Literal["AdamW", "SGD"]] = "AdamW"
     """Whose steps are timed where it trains."""
+    multiples: ClassVar[Mapping[str, int]] = MappingProxyType({})
+    """The widths of a head, by the number that is a multiple of it."""
 
     @classmethod
     def for_device(cls, device: torch.device) -> Self:
@@ -151,7 +153,7 @@ class Workload(abc.ABC):
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
 
     def check(self) -> None:
-        """Refuse, by a BenchError, numbers that leave nothing to measure: a count or size below 1, an empty list of them, or a rate that is none."""
+        """Refuse, by a BenchError, numbers that leave nothing to measure: a count or size below 1, an empty list of them, a rate that is none, or a width that heads do not divide."""
         for spec in dataclasses.fields(self):
             value = getattr(self, spec.name)
             numbers = value if isinstance(value, tuple) else (value,)
@@ -160,6 +162,8 @@ class Workload(abc.ABC):
                 raise BenchError(f"{option} {' '.join(map(str, numbers))}: sizes and counts start at 1.")
             if isinstance(value, float) and not is_number(value, 0):
                 raise BenchError(f"{option} {value}: write a number from 0 on.")
+            if spec.name in self.multiples:
+                check_multiple(option, value, self.multiples[spec.name])
 
     @property
     def label(self) -> str:

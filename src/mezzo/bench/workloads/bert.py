@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...formats import dtype_name
 from ...train import REVIEWS, TrainConfig, TrainResult, demo_config, encode, load_corpus, run, train_tokenizer
-from ..roofline import Phase, bytes_stored
+from ..roofline import Phase, bytes_stored, count_flops
 from ..training import Training, forward, repeated, training_session
 from ..variant import Variant
 from ..workload import Point, Session, Setting, Workload, check_known, check_multiple
@@ -37,35 +37,10 @@ class BertSize:
     vocabulary: int = 21128
     dropout: float = 0.0
 
-    @property
-    def forward_width(self) -> int:
-        """Width of the feed-forward part."""
-        return 4 * self.width
-
-    def products(self, batch: int, tokens: int) -> float:
-        """Return the floating-point operations of the matrix products of one forward."""
-        rows = batch * tokens
-        projections = 2.0 * rows * self.width * (4 * self.width + 2 * self.forward_width)
-        attention = 2 * 2.0 * batch * tokens * tokens * self.width
-        head = 2.0 * batch * self.width * (self.width + self.labels)
-        return self.layers * (projections + attention) + head
-
-    @property
-    def product_weights(self) -> int:
-        """Number of weights and biases in the layers that multiply."""
-        layer = (
-            4 * self.width * self.width + 4 * self.width + 2 * self.width * self.forward_width + self.forward_width
-            + self.width
-        )  # fmt: skip
-        return self.layers * layer + self.width * self.width + self.width + (self.width + 1) * self.labels
-
     def forward_phase(self, batch: int, tokens: int, bytes_per_weight: int) -> Phase:
-        """Return the least work of one forward: every product, every weight read once."""
-        return Phase(
-            name="forward",
-            flops=self.products(batch, tokens),
-            moved_bytes=float(bytes_per_weight * self.product_weights),
-        )
+        """Return the least work of one forward: products as torch counts them, every weight of theirs read once."""
+        flops, weights = _counted(self, batch, tokens)
+        return Phase(name="forward", flops=flops, moved_bytes=float(bytes_per_weight * weights))
 
 
 class BertLogits(nn.Module):
@@ -77,7 +52,7 @@ class BertLogits(nn.Module):
 
         config = BertConfig(
             vocab_size=size.vocabulary, hidden_size=size.width, num_hidden_layers=size.layers,
-            num_attention_heads=size.heads, intermediate_size=size.forward_width,
+            num_attention_heads=size.heads, intermediate_size=4 * size.width,
             hidden_dropout_prob=size.dropout, attention_probs_dropout_prob=size.dropout,
         )  # fmt: skip
         config.num_labels = size.labels
@@ -93,6 +68,15 @@ def random_tokens(size: BertSize, batch: int, tokens: int, device: torch.device)
     """Return random token numbers and a mask of ones, both int64 [batch, tokens]. Syncs: no."""
     ids = torch.randint(size.vocabulary, (batch, tokens), device=device)
     return ids, torch.ones_like(ids)
+
+
+@functools.cache
+def _counted(size: BertSize, batch: int, tokens: int) -> tuple[float, int]:
+    """Return the floating-point operations of the products in a forward, and how many weights and biases they have; nothing is computed."""
+    with torch.device("meta"):
+        model, inputs = BertLogits(size), random_tokens(size, batch, tokens, torch.device("meta"))
+    layers = (module for module in model.modules() if isinstance(module, nn.Linear))
+    return count_flops(lambda: model(*inputs).sum())[0], sum(p.numel() for layer in layers for p in layer.parameters())
 
 
 def classification_loss(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
@@ -147,6 +131,7 @@ class Text(Workload):
     when_quick: ClassVar = {
         "layers": 1, "width": 64, "batch_size": 2, "tokens": 8, "num_batches": 2, "steps": 2, "vocabulary": 6000,
     }  # fmt: skip
+    multiples: ClassVar = {"width": BERT_HEAD}
 
     layers: int = 12
     width: int = 768
@@ -161,11 +146,6 @@ class Text(Workload):
 
     variants: ClassVar = ("fp32", "tf32", "torch-amp", "mezzo-autocast", "mezzo-amp")
     variants_kept: ClassVar = ("torch-autocast", "prepare", "prepare-master")
-
-    def check(self) -> None:
-        """Refuse widths that do not divide into heads."""
-        Workload.check(self)
-        check_multiple("--width", self.width, BERT_HEAD)
 
     @property
     def label(self) -> str:
@@ -199,7 +179,7 @@ class Text(Workload):
         """
         width = bytes_stored(number_format)
         forward = self.size.forward_phase(self.batch_size, self.tokens, width)
-        count = self.size.product_weights + self.size.width * (self.vocabulary + 1)
+        count = _counted(self.size, self.batch_size, self.tokens)[1] + self.width * (self.vocabulary + 1)
         return (
             forward,
             dataclasses.replace(

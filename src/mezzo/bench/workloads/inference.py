@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ..roofline import Phase, bytes_stored
 from ..training import forward, mean_square, repeated
 from ..variant import Variant
-from ..workload import REGION_TESTS, Point, Session, Setting, Workload, check_known, check_multiple
+from ..workload import REGION_TESTS, Point, Session, Setting, Workload, check_known
 from .bert import BERT_HEAD, IMPORTS, BertLogits, BertSize, random_tokens
 
 MODELS = ("decoder", "bert")
@@ -88,6 +88,7 @@ class Inference(Workload):
         "batches": (1, 3), "decoder_width": 256, "decoder_tokens": 5, "bert_layers": 2, "bert_width": 64, "bert_tokens": 7,
         "forwards": 1,
     }  # fmt: skip
+    multiples: ClassVar = {"decoder_width": DECODER_HEAD, "bert_width": BERT_HEAD}
 
     models: tuple[str, ...] = MODELS
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
@@ -106,8 +107,6 @@ class Inference(Workload):
         """Refuse models that do not exist, and widths that do not divide into heads."""
         Workload.check(self)
         check_known("--models", self.models, MODELS)
-        check_multiple("--decoder-width", self.decoder_width, DECODER_HEAD)
-        check_multiple("--bert-width", self.bert_width, BERT_HEAD)
 
     def points(self) -> tuple[Point, ...]:
         """Return each model at each batch size."""

@@ -102,6 +102,7 @@ class TokenSteps(ModelSteps):
     """
 
     when_quick: ClassVar = {"layers": 2, "width": 64, "batch_size": 2, "tokens": 8, "vocabulary": 50, "steps": 1}
+    multiples: ClassVar = {"width": HEAD}
 
     layers: int = 6
     width: int = 512
@@ -112,11 +113,6 @@ class TokenSteps(ModelSteps):
     def label(self) -> str:
         """Layers, width, batch and tokens."""
         return f"{self.layers} x {self.width}, batch {self.batch_size} x {self.tokens}"
-
-    def check(self) -> None:
-        """Refuse widths that do not divide into heads."""
-        Workload.check(self)
-        check_multiple("--width", self.width, HEAD)
 
     def make_batch(self) -> Batch:
         """Return token numbers and the tokens that follow, int64 [batch, tokens] both."""
@@ -247,6 +243,7 @@ class Vit(PictureSteps):
     imports: ClassVar[tuple[str, ...]] = ("transformers.models.vit.modeling_vit",)
     on_cuda: ClassVar = {"layers": 12, "width": 768, "batch_size": 64, "pixels": 224, "labels": 1000, "steps": 20}
     when_quick: ClassVar = {"layers": 2, "width": 64, "batch_size": 2, "pixels": 32, "steps": 1}
+    multiples: ClassVar = {"width": HEAD}
 
     layers: int = 6
     width: int = 384
@@ -262,7 +259,6 @@ class Vit(PictureSteps):
     def check(self) -> None:
         """Refuse widths that do not divide into heads, and pictures that do not divide into patches."""
         Workload.check(self)
-        check_multiple("--width", self.width, HEAD)
         check_multiple("--pixels", self.pixels, self.patch, f"--patch {self.patch}")
 
     def make_model(self) -> nn.Module:
