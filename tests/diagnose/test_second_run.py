@@ -12,7 +12,7 @@ from tests.diagnose.test_flight import POLICY, Batch, batches, build, loss_fn
 from torch import Tensor, nn
 
 import mezzo
-from mezzo.diagnose.second_run import _same_bits
+from mezzo.diagnose.second_run import same_bits
 from mezzo.errors import ConfigError, InvariantError
 
 
@@ -136,5 +136,5 @@ def test_edited_gradients_and_steps_without_batches_are_refused(tmp_path: Path) 
 
 def test_bits_are_compared_whatever_a_tensor_is_a_view_of() -> None:
     whole = torch.complex(torch.arange(3.0), torch.ones(3)).conj()
-    assert _same_bits(whole.imag[:1], -torch.ones(1))  # a stride of 2, and negated late
-    assert _same_bits(whole, whole.resolve_conj()) and not _same_bits(whole, whole.conj())
+    assert same_bits(whole.imag[:1], -torch.ones(1))  # a stride of 2, and negated late
+    assert same_bits(whole, whole.resolve_conj()) and not same_bits(whole, whole.conj())

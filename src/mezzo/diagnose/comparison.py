@@ -15,11 +15,11 @@ from torch.overrides import TorchFunctionMode
 from ..errors import ConfigError, shown
 from ..formats import dtype_name, is_count, number_of
 from ..policy import Policy, PolicyLike, as_policy
-from ..trace import OUTSIDE, check_model, preserve_state, run_eagerly
+from ..trace import OUTSIDE, check_model, run_eagerly
 from .compare_report import Agreement, CompareReport, GradientError, ModuleError, OpError, StepFidelity
 from .comparing_mode import ComparingMode, OpKey, Tally, decibels
 from .proposals import try_edits
-from .trial import LossFn, bind_copy, check_trial, device_of, loss_of, scale_of
+from .trial import LossFn, backward, bind_copy, check_trial, device_of, loss_of, scale_of
 
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 
@@ -93,12 +93,6 @@ def _open_kernels(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _backward(loss: Tensor, scale: float) -> None:
-    if loss.requires_grad:
-        with torch.autocast(loss.device.type, enabled=False):
-            (loss.float() * scale).backward()  # type: ignore[no-untyped-call]  # torch's own
-
-
 def _gradient_errors(each: list[tuple[str, Tally]], every: Tally) -> tuple[GradientError, ...]:
     whole = every.noise[2]
     return tuple(
@@ -121,14 +115,14 @@ def _flaw(mode: ComparingMode, gradients: list[tuple[str, Tensor]], loss: Tensor
 
 def measure(model: nn.Module, batch: Any, loss_fn: LossFn | None, policy: Policy, scale: float) -> StepFidelity:
     """Run one step under a policy and say how far each part of it is from fp32. Writes: nothing. Syncs: yes."""
-    with preserve_state(model), bind_copy(model, policy) as bound:
+    with bind_copy(model, policy) as bound:
         mode = ComparingMode(bound)
         for stored, true in zip(bound.parameters(), model.parameters(), strict=True):
             if stored.dtype != true.dtype:
                 mode.fp32.seed(stored, true)
         with _open_kernels(device_of(model)), mode.watching():
             loss = loss_of(bound, batch, loss_fn)
-            _backward(loss, scale)
+            backward(loss.float(), scale)
         grads = [(name, p.grad) for name, p in bound.named_parameters() if p.grad is not None]
         each = []
         for name, grad in grads:
@@ -159,9 +153,9 @@ def _usable_scale(model: nn.Module, batch: Any, loss_fn: LossFn | None, policy: 
     """Return the loss scale at which a scaler would settle: halved until the gradients are finite."""
     start = scale = scale_of(policy, device_of(model))
     while scale > 1:
-        with preserve_state(model), bind_copy(model, policy) as bound, _open_kernels(device_of(model)):
+        with bind_copy(model, policy) as bound, _open_kernels(device_of(model)):
             loss = loss_of(bound, batch, loss_fn)
-            _backward(loss, scale)
+            backward(loss.float(), scale)
             grads = [p.grad for p in bound.parameters() if p.grad is not None]
             if not math.isfinite(loss.detach()) or all(bool(g.isfinite().all()) for g in grads):
                 return scale

@@ -100,7 +100,6 @@ def trace_script(
         raise ConfigError(f"trace_script was given steps={shown(steps)}; give a whole number of at least 1, or None.")
     if not is_module and not Path(name).is_file():
         raise DataError(f"no script at {name!r}; give the path of a Python file.")
-    stopped = ""
 
     def on_reached(trace: Trace) -> None:
         if stop_at_fault and trace.is_running and trace.report.faults:
@@ -111,19 +110,13 @@ def trace_script(
             trace.stop(_Enough(f"after {steps} {plural('step', steps)}"))
 
     trace = Trace(None, on_reached=on_reached, on_root=on_root)
-    error: BaseException | None = None
     children: list[TraceReport] = []
-    try:
-        with followed_children(stop_at_fault=stop_at_fault) as children, trace:
+
+    def traced() -> None:
+        with followed_children(children, stop_at_fault=stop_at_fault), trace:
             _run_as_main(name, arguments, is_module=is_module)
-    except _Enough as enough:
-        stopped = str(enough)
-    except KeyboardInterrupt:
-        stopped = "by the keyboard"
-    except SystemExit as end:
-        error = end if end.code not in (None, 0) else None
-    except Exception as failure:
-        error = failure
+
+    error, stopped = _end_of(traced)
     if isinstance(error, ImportError) and _raised_in(error) == "runpy":
         raise DataError(
             f"the {'module' if is_module else 'script'} {name!r} cannot be run: {first_line(error)}. "
@@ -131,6 +124,21 @@ def trace_script(
         )
     report = _most_telling(trace.report, children)
     return ScriptRun(report=report, error=error, stopped=stopped, children=tuple(children))
+
+
+def _end_of(run: Callable[[], None]) -> tuple[BaseException | None, str]:
+    """Run a script, and return the error that ended it by itself, and why somebody else did."""
+    try:
+        run()
+    except _Enough as enough:
+        return None, str(enough)
+    except KeyboardInterrupt:
+        return None, "by the keyboard"
+    except SystemExit as end:
+        return end if end.code not in (None, 0) else None, ""
+    except Exception as failure:
+        return failure, ""
+    return None, ""
 
 
 def _raised_in(error: BaseException) -> str:
@@ -221,14 +229,12 @@ def start() -> None:
 
 
 @contextmanager
-def followed_children(*, stop_at_fault: bool) -> Iterator[list[TraceReport]]:
+def followed_children(reports: list[TraceReport], *, stop_at_fault: bool) -> Iterator[None]:
     """Trace what the block starts as processes of their own, each to its end or to its first fault.
 
-    Yields a list that holds their reports after the block, by rank.
-
-    Writes: the environment, and a folder of temporary files; both as they were after.
+    Writes: the list of their reports, which it holds after the block, by rank; the environment and a folder of temporary files, both as
+    they were after.
     """
-    reports: list[TraceReport] = []
     before = dict(os.environ)
     with tempfile.TemporaryDirectory(prefix="mezzo-doctor-") as folder:
         (Path(folder) / "sitecustomize.py").write_text(_SITECUSTOMIZE, encoding="utf-8")
@@ -237,7 +243,7 @@ def followed_children(*, stop_at_fault: bool) -> Iterator[list[TraceReport]]:
             _FOLDER: folder, _PARENT: str(os.getpid()), _STOPS: "1" if stop_at_fault else "0", "PYTHONPATH": path,
         })  # fmt: skip
         try:
-            yield reports
+            yield
         finally:
             for name in (_FOLDER, _PARENT, _STOPS, "PYTHONPATH"):
                 os.environ.pop(name, None)

@@ -16,9 +16,9 @@ from ..errors import ConfigError, plural, shown
 from ..formats import LOW_DTYPES, MIXED_DTYPES, dtype_name, is_number, native_support, number_of
 from ..policy import Policy, PolicyLike, as_policy
 from ..report import Document, Note, Pairs, Report, Table
-from ..trace import OpMode, Site, TraceContext, check_model, floating, flops_of, op_facts, preserve_state
+from ..trace import OpMode, Site, TraceContext, check_model, floating, flops_of, op_facts
 from .memory import size
-from .trial import LossFn, bind_copy, check_trial, device_of, loss_of, scale_of
+from .trial import LossFn, backward, bind_copy, check_trial, device_of, loss_of, scale_of
 
 ALIGNMENT = 8
 """Tensor cores of 16-bit formats want sizes that are multiples of this. Source: NVIDIA, Matrix Multiplication Guide."""
@@ -278,9 +278,7 @@ def _seconds(run: Callable[[], None], device: torch.device, budget_s: float) -> 
 def _step(model: nn.Module, batch: Any, loss_fn: LossFn | None, scale: float) -> Callable[[], None]:
     def run() -> None:
         with torch.set_grad_enabled(model.training):
-            loss = loss_of(model, batch, loss_fn)
-            if loss.requires_grad:
-                (loss * scale).backward()  # type: ignore[no-untyped-call]  # torch's own
+            backward(loss_of(model, batch, loss_fn), scale)
         for p in model.parameters():
             p.grad = None
 
@@ -317,17 +315,16 @@ def explain(
     native = native_support(device, compute)
     classes = {name: type(m).__name__ for name, m in model.named_modules()}
     fp32_s = policy_s = 0.0
-    with preserve_state(model):
-        with bind_copy(model, chosen) as runnable:
-            run = _step(runnable, batch, loss_fn, scale_of(chosen, device))
-            counted = OpCounter(runnable)
-            with counted.watching():
-                run()
-            if budget_s:
-                policy_s = _seconds(run, device, budget_s)
+    with bind_copy(model, chosen) as runnable:
+        run = _step(runnable, batch, loss_fn, scale_of(chosen, device))
+        counted = OpCounter(runnable)
+        with counted.watching():
+            run()
         if budget_s:
-            with bind_copy(model, Policy()) as plain:
-                fp32_s = _seconds(_step(plain, batch, loss_fn, 1.0), device, budget_s)
+            policy_s = _seconds(run, device, budget_s)
+    if budget_s:
+        with bind_copy(model, Policy()) as plain:
+            fp32_s = _seconds(_step(plain, batch, loss_fn, 1.0), device, budget_s)
     return Explanation(
         model=type(model).__name__,
         policy=str(chosen),

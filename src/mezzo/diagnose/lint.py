@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..errors import plural
 from ..policy import PolicyLike, as_policy
 from ..report import Block, Document, Heading, Pairs, Report
-from ..trace import LintWarning, Trace, check_model, explain_lint, line_pairs, preserve_state, short_line
-from .trial import bind_copy, check_trial, device_of, loss_of, scale_of
+from ..trace import LintWarning, Trace, check_model, explain_lint, line_pairs, short_line
+from .trial import LossFn, backward, bind_copy, check_trial, device_of, loss_of, scale_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,12 +57,7 @@ def lint_blocks(warning: LintWarning) -> list[Block]:
     return [Heading(text=f"{warning.lint.rule}:{where}, module {site.path}"), Pairs(pairs=pairs)]
 
 
-def lint(
-    model: nn.Module,
-    batch: Any,
-    loss_fn: Callable[[nn.Module, Any], Tensor] | None = None,
-    policy: PolicyLike | None = None,
-) -> LintReport:
+def lint(model: nn.Module, batch: Any, loss_fn: LossFn | None = None, policy: PolicyLike | None = None) -> LintReport:
     """Run one forward and backward and report broken lint rules, with file and line of each.
 
     Rules: whole numbers beyond a format's exact range, constants that round to 0 or inf, squares close to overflow,
@@ -89,14 +82,11 @@ def lint(
     check_model("lint", model)
     check_trial("lint", batch, loss_fn)
     chosen = None if policy is None else as_policy(policy)
-    with preserve_state(model), bind_copy(model, chosen) as runnable:
+    with bind_copy(model, chosen) as runnable:
         trace = Trace(runnable, of_risks=True)
         with trace:
             loss = loss_of(runnable, batch, loss_fn)
-            if loss.requires_grad:
-                scaled = loss * scale_of(chosen, device_of(model))
-                with torch.autocast(loss.device.type, enabled=False):
-                    scaled.backward()  # type: ignore[no-untyped-call]  # torch's own
+            backward(loss, scale_of(chosen, device_of(model)))
     found = trace.report
     # without a policy, the caller's scaler is not known here
     lints = [x for x in found.record.lints if chosen is not None or x.rule != "no-loss-scale"]

@@ -22,7 +22,6 @@ from ..optim import MasterWeights, adopt, parameters, wrapped_optimizer
 from ..policy import Policy, PolicyLike, as_policy
 from ..report import Chart, Document, Note, Pairs, Report, Series, Table
 from ..step.prepare import optimizers_of
-from ..trace import preserve_state
 from .trial import LossFn, bind_copy, check_trial, device_of, loss_of
 
 Kind = Literal["weights", "buffers", "gradients", "optimizer state", "weight casts", "activations"]
@@ -167,7 +166,7 @@ def _saved_bytes(model: nn.Module, batch: Any, loss_fn: LossFn | None, policy: P
         found.setdefault(storage_id(tensor), (tensor, tensor.dtype))
         return tensor
 
-    with preserve_state(model), bind_copy(model, policy) as runnable:
+    with bind_copy(model, policy) as runnable:
         weights = {storage_id(t) for t in (*runnable.parameters(), *runnable.buffers())}
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             loss = loss_of(runnable, batch, loss_fn)

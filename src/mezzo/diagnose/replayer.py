@@ -24,6 +24,7 @@ from ..report import Document, Pairs, Report
 from ..step.prepare import prepare
 from . import step_data
 from .recorder import BATCH, FORMAT, RESULTS, START, batch_file, outcome, segments, step_file
+from .second_run import same_bits
 from .trial import check_trial
 
 Parts = tuple[nn.Module, Optimizer | Sequence[Optimizer], Callable[[nn.Module, Any], Tensor]]
@@ -155,12 +156,8 @@ class _Run:
         if known is None:
             return None
         ours, theirs = ([*x["losses"], x["grad_norm"]] for x in (found, known))
-        same = len(ours) == len(theirs) and all(_bits(a) == _bits(b) for a, b in zip(ours, theirs, strict=True))
+        same = len(ours) == len(theirs) and all(map(same_bits, ours, theirs))
         return not (same and (found["scale"], found["applied"]) == (known["scale"], known["applied"]))
-
-
-def _bits(value: Tensor) -> list[int]:
-    return value.detach().float().reshape(-1).view(torch.int32).tolist()
 
 
 def _built(build: Callable[[], Parts]) -> Parts:

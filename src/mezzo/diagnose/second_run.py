@@ -26,15 +26,16 @@ _Outcome = dict[str, Tensor]
 def _differing(one: _Outcome, other: _Outcome) -> list[str]:
     """Return the names of what is not bit for bit the same in both. Syncs: yes."""
     both = one.keys() & other.keys()
-    return [name for name in {**one, **other} if name not in both or not _same_bits(one[name], other[name])]
+    return [name for name in {**one, **other} if name not in both or not same_bits(one[name], other[name])]
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Say whether two tensors hold the same in the same shape and dtype, NaN and -0.0 told from others. Syncs: yes."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if one.is_sparse:
         a, b = one.coalesce(), other.coalesce()
-        return _same_bits(a.indices(), b.indices()) and _same_bits(a.values(), b.values())
+        return same_bits(a.indices(), b.indices()) and same_bits(a.values(), b.values())
     a, b = local(one), local(other)
     copies = (t.detach().clone(memory_format=torch.contiguous_format) for t in (a, b))  # of any stride, read as it is
     return torch.equal(*(t.view(-1).view(torch.uint8) for t in copies))

@@ -18,6 +18,7 @@ from ..formats import describe
 from ..policy import Policy
 from ..step import Stepper
 from ..step.prepare import prepare
+from ..trace import preserve_state
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 
@@ -87,15 +88,23 @@ def scale_of(policy: Policy | None, device: torch.device) -> float:
     return 1.0 if scaling is None else scaling.init_scale
 
 
+def backward(loss: Tensor, scale: float) -> None:
+    """Go backward from a loss times a loss scale, outside of any region, where something wants gradients. Writes: gradients. Syncs: no."""
+    if loss.requires_grad:
+        with torch.autocast(loss.device.type, enabled=False):
+            (loss * scale).backward()  # type: ignore[no-untyped-call]  # torch's own
+
+
 @contextmanager
 def bind_copy(model: nn.Module, policy: Policy | None) -> Iterator[nn.Module]:
-    """Yield the model bound to a policy: a prepared copy, or the model itself where there is no policy. Raises: PolicyError: they do not fit."""
-    if policy is None:
-        yield model
-        return
-    bound = copy.deepcopy(model)
-    prepare(bound, None, policy)
-    yield bound
+    """Yield the model bound to a policy, a prepared copy, or itself where there is no policy; it is left as it was. Raises: PolicyError: they do not fit."""
+    with preserve_state(model):
+        if policy is None:
+            yield model
+            return
+        bound = copy.deepcopy(model)
+        prepare(bound, None, policy)
+        yield bound
 
 
 def cover(amp: Stepper, **covers: Callable[..., Any]) -> Callable[[], None]:
