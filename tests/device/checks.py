@@ -30,7 +30,7 @@ from mezzo.kernels.ops import gradients as reference
 from mezzo.kernels.ops import layer_norm
 from mezzo.step.replay import Replay
 from mezzo.trace.diagnosis import preserve_state
-from mezzo.train.batches import Batch, seed_dropout
+from mezzo.train.evaluate import Batch, seed_dropout
 
 
 def a_step_that_is_looked_at_reads_once() -> None:

@@ -33,5 +33,5 @@ def evaluate_texts(rank: int, world: int, batch_size: int, count: int) -> tuple[
     seen: list[int] = []
     model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(len(kwargs["input_ids"])), with_kwargs=True)
     with join("cpu") as ranks:
-        found = evaluate(model, rows, batch_size=batch_size, device=ranks.device, world=ranks)
+        found = evaluate(model, rows, batch_size=batch_size, world=ranks)
     return found, report(rows.labels, found.predicted, ("a", "b", "c")), seen

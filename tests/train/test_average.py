@@ -9,14 +9,16 @@ from tests.train.test_train_step import UPDATES, config, loss_of, model
 from torch import Tensor
 
 from mezzo import Policy
+from mezzo.train.dist_context import alone
 from mezzo.train.train_step import Average, Updater
 
+ALONE = alone(torch.device("cpu"))
 DECAY = 0.6
 POISONED = 4
 
 
 def made(policy: str) -> tuple[Updater, Average]:
-    updater = Updater(model(), Policy.parse(policy), config(), updates=UPDATES)
+    updater = Updater(model(), Policy.parse(policy), config(), updates=UPDATES, world=ALONE)
     return updater, Average(updater.amp, DECAY)
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.train.test_tokens import texts
 
-from mezzo.train.batches import Batch, by_length, collate, epoch_batches, hide_tokens
+from mezzo.train.evaluate import Batch, by_length, collate, epoch_batches, hide_tokens
 from mezzo.train.model import encode, train_tokenizer
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=300)

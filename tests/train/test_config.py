@@ -11,7 +11,7 @@ import torch
 from mezzo.errors import ConfigError, PolicyError, shown
 from mezzo.policy import Policy
 from mezzo.train import TrainConfig
-from mezzo.train.batches import epoch_batches
+from mezzo.train.evaluate import epoch_batches
 
 OTHER = {
     "data": "x.tsv", "dev_data": Path("d.tsv"), "test_data": Path("t.csv"), "text_column": "t", "label_column": "l", "limit": 7,

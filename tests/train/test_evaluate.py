@@ -11,10 +11,12 @@ from tests.train.small import tiny
 from tests.train.test_tokens import texts
 
 from mezzo import prepare
+from mezzo.train.dist_context import alone
 from mezzo.train.evaluate import Encoded, evaluate, report
 from mezzo.train.model import build_model, encode, train_tokenizer
 
 CPU = torch.device("cpu")
+ALONE = alone(CPU)
 
 
 def rows_and_model() -> tuple[Encoded, torch.nn.Module]:
@@ -31,7 +33,7 @@ def test_batches_padding_and_order_do_not_matter(batch_size: int) -> None:
     with torch.no_grad():
         one_by_one = torch.cat([model(input_ids=torch.tensor([ids])).logits for ids in rows.tokens])
     model.float().train()
-    found = evaluate(model, rows, batch_size=batch_size, device=CPU)
+    found = evaluate(model, rows, batch_size=batch_size, world=ALONE)
     margin = one_by_one.sort(-1).values.diff()[:, -1]
     terms = 32 * 24 * 8  # width, tokens, layers: more than any sum in this model has
     decided = margin > relative(torch.float32, terms) * one_by_one.abs().max()
@@ -47,18 +49,18 @@ def test_evaluating_leaves_no_trace() -> None:
     rows, model = rows_and_model()
     model.train()
     before = torch.get_rng_state()
-    first = evaluate(model, rows, batch_size=16, device=CPU)
+    first = evaluate(model, rows, batch_size=16, world=ALONE)
     assert model.training
     assert torch.equal(torch.get_rng_state(), before)
     assert all(p.grad is None for p in model.parameters())
-    assert evaluate(model, rows, batch_size=16, device=CPU) == first  # no dropout
+    assert evaluate(model, rows, batch_size=16, world=ALONE) == first  # no dropout
 
 
 def test_a_prepared_model_is_evaluated_under_its_policy() -> None:
     rows, model = rows_and_model()
     seen = []
     model.bert.pooler.dense.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
-    evaluate(prepare(model, policy="bf16").model, rows, batch_size=400, device=CPU)
+    evaluate(prepare(model, policy="bf16").model, rows, batch_size=400, world=ALONE)
     assert seen == [torch.bfloat16]
 
 

@@ -18,8 +18,8 @@ from tests.train.small import emotion_rows, metrics, tiny, words, write_tsv
 
 from mezzo.errors import ConfigError
 from mezzo.train import TrainConfig, run
-from mezzo.train.batches import micro_batches
 from mezzo.train.checkpoint import load_checkpoint
+from mezzo.train.evaluate import micro_batches
 
 pytestmark = pytest.mark.distributed
 

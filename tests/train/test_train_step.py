@@ -18,10 +18,12 @@ from mezzo import Policy
 from mezzo.errors import LossScaleExhausted, NonFiniteStep
 from mezzo.train import TrainConfig
 from mezzo.train.config import SCHEDULES
+from mezzo.train.dist_context import alone
 from mezzo.train.model import build_model, parameter_groups, train_tokenizer
 from mezzo.train.train_step import Updater
 
 UPDATES = 8
+ALONE = alone(torch.device("cpu"))
 POISONED = 3
 LR = 1e-3
 NEVER_CLIPS = 1e6
@@ -92,7 +94,7 @@ def rounding(compute: torch.dtype | None) -> float:
 def test_updates_are_those_of_torch(policy: str, poisoned: int) -> None:
     net = model()
     chosen = Policy.parse(policy).replace(modules=())  # torch's region has no rule for norms
-    updater = Updater(net, chosen, config(), updates=UPDATES)
+    updater = Updater(net, chosen, config(), updates=UPDATES, world=ALONE)
     applied, scales, rates = [], [], []
     for step in range(UPDATES):
         update = updater.step(lambda step=step: loss_of(net, step, step == poisoned))  # type: ignore[misc]
@@ -114,7 +116,7 @@ def test_updates_are_those_of_torch(policy: str, poisoned: int) -> None:
 @pytest.mark.parametrize("max_norm", [0.1, 1.0])
 def test_clipped_updates_are_those_of_torch(max_norm: float) -> None:
     net = model()
-    updater = Updater(net, Policy.parse("fp32"), config(max_norm), updates=UPDATES)
+    updater = Updater(net, Policy.parse("fp32"), config(max_norm), updates=UPDATES, world=ALONE)
     norms = [updater.step(lambda step=step: loss_of(net, step, False)).grad_norm for step in range(UPDATES)]  # type: ignore[misc]
     assert max(norms) > max_norm
     wanted, plain = by_torch_alone("fp32", -1, max_norm), by_torch_alone("fp32", -1)
@@ -135,7 +137,7 @@ def _rates_of_transformers(name: str, warmup: float) -> list[float]:
 def test_a_schedule_is_the_one_of_its_name_in_transformers(name: str) -> None:
     warmup = None if name == "constant" else 0.5
     asked = config().replace(schedule=name, warmup=warmup)
-    updater = Updater(model(), Policy.parse("fp32"), asked, updates=UPDATES)
+    updater = Updater(model(), Policy.parse("fp32"), asked, updates=UPDATES, world=ALONE)
     rates = [updater.step(lambda step=step: loss_of(updater.model, step, False)).lr for step in range(UPDATES)]  # type: ignore[misc]
     assert rates == _rates_of_transformers(name, warmup or 0.0)
     assert name != "constant" or rates == [LR] * UPDATES
@@ -143,11 +145,11 @@ def test_a_schedule_is_the_one_of_its_name_in_transformers(name: str) -> None:
 
 def test_without_a_limit_nothing_is_clipped() -> None:
     net, asked = model(), config().replace(max_norm=None)
-    updater = Updater(net, Policy.parse("fp32"), asked, updates=UPDATES)
+    updater = Updater(net, Policy.parse("fp32"), asked, updates=UPDATES, world=ALONE)
     for step in range(UPDATES):
         updater.step(lambda step=step: 100.0 * loss_of(net, step, False))  # type: ignore[misc]
     other = model()
-    limited = Updater(other, Policy.parse("fp32"), asked.replace(max_norm=NEVER_CLIPS), updates=UPDATES)
+    limited = Updater(other, Policy.parse("fp32"), asked.replace(max_norm=NEVER_CLIPS), updates=UPDATES, world=ALONE)
     for step in range(UPDATES):
         limited.step(lambda step=step: 100.0 * loss_of(other, step, False))  # type: ignore[misc]
     assert distance(net, other) == 0.0
@@ -156,7 +158,7 @@ def test_without_a_limit_nothing_is_clipped() -> None:
 @pytest.mark.parametrize(("policy", "error", "most"), [("bf16", NonFiniteStep, 25), ("fp16", LossScaleExhausted, 25)])
 def test_a_training_that_only_skips_ends_with_an_error(policy: str, error: type[Exception], most: int) -> None:
     net = model()
-    updater = Updater(net, Policy.parse(policy), config(), updates=UPDATES)
+    updater = Updater(net, Policy.parse(policy), config(), updates=UPDATES, world=ALONE)
     with pytest.raises(error):  # the loop is what must end
         for _ in range(most):
             updater.step(lambda: loss_of(net, 0, poison=True))
@@ -166,10 +168,10 @@ def test_a_training_that_only_skips_ends_with_an_error(policy: str, error: type[
 @pytest.mark.parametrize(("before", "after"), [("bf16", "fp16"), ("fp16", "fp32"), ("fp16", "fp16")])
 def test_a_run_may_go_on_in_another_precision(before: str, after: str) -> None:
     net = model()
-    first = Updater(net, Policy.parse(before), config(), updates=UPDATES)
+    first = Updater(net, Policy.parse(before), config(), updates=UPDATES, world=ALONE)
     first.step(lambda: loss_of(net, 0, poison=before == "fp16"))
     net = model()
-    second = Updater(net, Policy.parse(after), config(), updates=UPDATES)
+    second = Updater(net, Policy.parse(after), config(), updates=UPDATES, world=ALONE)
     second.load_state_dict(first.state_dict())
     update = second.step(lambda: loss_of(net, 1, poison=False))
     assert update.applied
@@ -187,7 +189,7 @@ def test_a_run_stopped_and_resumed_goes_the_same_way(policy: str) -> None:
 
     def fresh() -> tuple[Updater, nn.Module]:
         net = model()
-        return Updater(net, Policy.parse(policy), config(), updates=UPDATES), net
+        return Updater(net, Policy.parse(policy), config(), updates=UPDATES, world=ALONE), net
 
     whole, first, second = fresh(), fresh(), fresh()
     updates(*whole, range(UPDATES))
@@ -206,7 +208,7 @@ def test_a_run_stopped_and_resumed_goes_the_same_way(policy: str) -> None:
 
 def test_retry_computes_the_loss_again_at_a_smaller_scale() -> None:
     net, calls = model(), []
-    updater = Updater(net, Policy.parse("fp16, guard.on_overflow=retry"), config(), updates=UPDATES)
+    updater = Updater(net, Policy.parse("fp16, guard.on_overflow=retry"), config(), updates=UPDATES, world=ALONE)
 
     def forward() -> Tensor:
         calls.append(updater.amp.scale)

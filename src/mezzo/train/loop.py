@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import keep_memory, prepare
+from .. import Policy, keep_memory, prepare
 from ..errors import CheckpointError, ConfigError, check_given, listed
 from .checkpoint import check_same_run, check_whole, load_checkpoint, reading, write_json, writing
 from .config import TrainConfig
 from .data import Corpus, load_corpus
 from .dist_context import DistContext, join
-from .evaluate import Encoded, Evaluation, evaluate, report
+from .evaluate import Encoded, evaluate, report
 from .metrics import progress_bar, save_curves
 from .model import (
     build_model,
@@ -33,7 +33,7 @@ from .model import (
 from .text_files import Row
 from .train_result import RunFolder, TrainResult, peak_memory_bytes
 from .train_step import Updater
-from .trainer import Position, Trainer, updates_per_epoch
+from .trainer import Trainer, updates_per_epoch
 
 
 def _check_folder(config: TrainConfig, folder: RunFolder) -> None:
@@ -113,27 +113,11 @@ def _model(config: TrainConfig, corpus: Corpus, tokenizer: Any) -> nn.Module:
     return model
 
 
-def _identity(config: TrainConfig, corpus: Corpus, tokenizer: Any, launch: str) -> dict[str, Any]:
-    return {
-        "launch": launch,
-        "config": config.to_dict(),
-        "labels": list(corpus.labels),
-        "fingerprint": corpus.fingerprint,
-        "tokenizer": tokenizer_text(tokenizer),
-    }
-
-
-def _result(
-    at: Position,
-    corpus: Corpus,
-    test: Encoded,
-    found: Evaluation,
-    *,
-    policy: str,
-    world: DistContext,
-    folder: RunFolder,
-    comm: dict[str, Any],
-) -> TrainResult:
+def _tested(trainer: Trainer, config: TrainConfig, policy: Policy, corpus: Corpus, test: Encoded) -> TrainResult:
+    """Return what came of a run, with its best model on the test rows. Syncs: yes."""
+    at, world, folder = trainer.position, trainer.world, trainer.folder
+    best = prepare(load_model(folder.best).to(world.device), policy=policy).model
+    found = evaluate(best, test, batch_size=config.batch_size, world=world)
     by_class, table = report(test.labels, found.predicted, corpus.labels)
     return TrainResult(
         accuracy=found.accuracy,
@@ -144,11 +128,11 @@ def _result(
         final_loss=at.final_loss,
         applied_steps=at.step - at.skipped,
         skipped_steps=at.skipped,
-        policy=policy,
+        policy=str(policy),
         device=str(world.device),
         ranks=world.size,
         rows={"train": len(corpus.train), "dev": len(corpus.dev), "test": len(corpus.test), **corpus.dropped},
-        comm=comm,
+        comm=trainer.updater.comm,
         report=by_class,
         report_text=table,
         out=folder.path,
@@ -187,8 +171,7 @@ def run(config: TrainConfig) -> TrainResult:
 
 
 def _run(config: TrainConfig, folder: RunFolder, world: DistContext, held: ExitStack) -> TrainResult:
-    device = world.device
-    policy = config.chosen_policy.resolve(device)
+    policy = config.chosen_policy.resolve(world.device)
     config.num_micro_batches(world.size)
     whole = config.of_all_ranks(world.size)
     _check_folder(config, folder)
@@ -198,15 +181,16 @@ def _run(config: TrainConfig, folder: RunFolder, world: DistContext, held: ExitS
     state = _saved_state(config, folder, corpus) if config.resume else None
     torch.manual_seed(config.seed)
     tokenizer = _tokenizer(config, corpus, state)
-    model = _model(config, corpus, tokenizer).to(device)
+    model = _model(config, corpus, tokenizer).to(world.device)
     parts = (corpus.train, corpus.dev, corpus.test)
     train, dev, test = (_encoded(rows, corpus, tokenizer, config.max_length) for rows in parts)
     updates = config.epochs * updates_per_epoch(len(train.labels), whole.batch_size)
     updater = Updater(model, policy, config, updates=updates, world=world)
-    trainer = Trainer(
-        whole, updater, tokenizer,
-        train=train, dev=dev, folder=folder, world=world, identity=_identity(config, corpus, tokenizer, world.launch),
-    )  # fmt: skip
+    identity = {
+        "launch": world.launch, "config": config.to_dict(), "labels": list(corpus.labels), "fingerprint": corpus.fingerprint,
+        "tokenizer": tokenizer_text(tokenizer),
+    }  # fmt: skip
+    trainer = Trainer(whole, updater, tokenizer, train=train, dev=dev, folder=folder, identity=identity)
     world.wait()  # until all have read what the first is about to replace
     if world.is_first:
         _open_folder(config, folder, held)
@@ -219,11 +203,7 @@ def _run(config: TrainConfig, folder: RunFolder, world: DistContext, held: ExitS
             progress.note(f"restart {world.restarts}: going on from update {done}/{total}")
         trainer.train(progress, corpus.summary)
     world.wait()  # until the best model is written
-    best = prepare(load_model(folder.best).to(device), policy=policy).model
-    found = evaluate(best, test, batch_size=config.batch_size, device=device, world=world)
-    result = _result(
-        trainer.position, corpus, test, found, policy=str(policy), world=world, folder=folder, comm=updater.comm
-    )
+    result = _tested(trainer, config, policy, corpus, test)
     if world.is_first:
         write_json(folder.result, result.to_dict())
         save_curves(folder.metrics, folder.curves)

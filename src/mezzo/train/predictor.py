@@ -16,9 +16,8 @@ from ..errors import ConfigError, DataError, kind_of, shown
 from ..files import as_path
 from ..formats import is_count
 from ..policy import as_policy
-from .batches import collate
 from .dist_context import choose_device
-from .evaluate import logits_of
+from .evaluate import collate, logits_of
 from .model import check_length, encode, load_model, load_tokenizer
 from .text_files import is_text
 

@@ -18,7 +18,7 @@ from ..distributed import comm_stats
 from ..formats import dtype_name
 from ..optim import AdamW
 from .config import TrainConfig
-from .dist_context import DistContext, alone, maybe_no_sync
+from .dist_context import DistContext, maybe_no_sync
 from .model import parameter_groups
 
 
@@ -44,21 +44,21 @@ class Updater:
         policy: resolved for that device.
         config: learning rate, weight decay, clipping.
         updates: of the whole run.
-        world: the ranks that share each batch; left out, this one takes all of it.
+        world: the ranks that share each batch.
 
     Raises: PolicyError: the policy does not fit the model. Writes: the model's parameters, as `prepare` does.
     """
 
     def __init__(
-        self, model: nn.Module, policy: Policy, config: TrainConfig, *, updates: int, world: DistContext | None = None
+        self, model: nn.Module, policy: Policy, config: TrainConfig, *, updates: int, world: DistContext
     ) -> None:
         from transformers import get_scheduler
 
         groups = parameter_groups(model, config.weight_decay)
         optimizer = AdamW(groups, lr=config.learning_rate, master=policy.master, state_dtype=policy.state)
         self.amp = prepare(model, optimizer, policy)
-        self._world = alone(next(model.parameters()).device) if world is None else world
-        self.model = self._world.wrap(self.amp.model)
+        self.world = world
+        self.model = self.world.wrap(self.amp.model)
         rising = round(config.warmup_share * updates)
         self._schedule: LRScheduler = get_scheduler(config.schedule, optimizer, rising, updates)
         self.amp.on_applied(self._schedule.step)
@@ -80,12 +80,12 @@ class Updater:
 
         def closure() -> Tensor:
             self.amp.zero_grad()
-            total = torch.zeros((), device=self._world.device)
+            total = torch.zeros((), device=self.world.device)
             for index, forward in enumerate(forwards, start=1):
                 with maybe_no_sync(self.model, index < len(forwards)):
                     loss = forward()
                     # Averaging divides by the number of ranks.
-                    self.amp.backward(loss * self._world.size)
+                    self.amp.backward(loss * self.world.size)
                 total += loss.detach()
             losses.append(total)
             return total
@@ -96,7 +96,7 @@ class Updater:
         else:
             closure()
             result = self.amp.step(max_norm=self._max_norm)
-        loss = self._world.sum(losses[-1].cpu()).item()
+        loss = self.world.sum(losses[-1].cpu()).item()
         update = Update(applied=result.applied, loss=loss, scale=result.scale, grad_norm=result.grad_norm, lr=lr)
         self.amp.zero_grad()
         return update

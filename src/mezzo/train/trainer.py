@@ -12,11 +12,9 @@ from typing import Any, cast
 import torch.nn.functional as F
 from torch import Tensor
 
-from .batches import epoch_batches, hide_tokens, micro_batches, seed_dropout
 from .checkpoint import save_checkpoint, save_model
 from .config import TrainConfig
-from .dist_context import DistContext
-from .evaluate import Encoded, evaluate, logits_of
+from .evaluate import Encoded, epoch_batches, evaluate, hide_tokens, logits_of, micro_batches, seed_dropout
 from .metrics import MetricsLog, NoLog, Progress, tracking
 from .train_result import RunFolder
 from .train_step import Average, Updater
@@ -54,8 +52,8 @@ def updates_per_epoch(rows: int, batch_size: int) -> int:
 class Trainer:
     """Trains a model on encoded rows, evaluates it on others, and writes what came of it into a run's folder.
 
-    The tokenizer is saved beside the model, and knows the marks; of the ranks of `world`, which share each batch, the first writes; `identity`
-    is what a checkpoint says about its run besides its state.
+    The tokenizer is saved beside the model, and knows the marks; of the ranks that share each batch the first writes; `identity` is
+    what a checkpoint says about its run besides its state.
     """
 
     def __init__(
@@ -67,15 +65,14 @@ class Trainer:
         train: Encoded,
         dev: Encoded,
         folder: RunFolder,
-        world: DistContext,
         identity: dict[str, Any],
     ) -> None:
         self.position = Position()
-        self._config, self._updater, self._tokenizer = config, updater, tokenizer
+        self._config, self.updater, self._tokenizer = config, updater, tokenizer
         self._model = updater.amp.model
         self._average = Average(updater.amp, config.ema) if config.ema else None
-        self._train, self._dev, self._folder, self._identity = train, dev, folder, identity
-        self._world, self._num_micro_batches = world, config.num_micro_batches(world.size)
+        self._train, self._dev, self.folder, self._identity = train, dev, folder, identity
+        self.world, self._num_micro_batches = updater.world, config.num_micro_batches(updater.world.size)
         self._per_epoch = updates_per_epoch(len(train.tokens), config.batch_size)
         self.total = config.epochs * self._per_epoch
         self._eval_every = config.eval_every or self._per_epoch
@@ -91,9 +88,9 @@ class Trainer:
 
         Writes: model, files of the run, torch's global random state. Syncs: yes.
         """
-        is_first = self._world.is_first
-        self._log = MetricsLog(self._folder.metrics, self.position.step) if is_first else NoLog()
-        with tracking(self._config.tracker if is_first else "none", self._folder.path) as self._track:
+        is_first = self.world.is_first
+        self._log = MetricsLog(self.folder.metrics, self.position.step) if is_first else NoLog()
+        with tracking(self._config.tracker if is_first else "none", self.folder.path) as self._track:
             self._train_rest(progress, opening)
 
     def _train_rest(self, progress: Progress, opening: str) -> None:
@@ -113,9 +110,9 @@ class Trainer:
 
     def _update(self, rows: list[int], progress: Progress) -> None:
         """Make one update of rows of the data. Writes: the model and its optimizer, the position, the log. Syncs: yes."""
-        each = self._num_micro_batches // self._world.size
-        mine = range(self._world.rank * each, (self._world.rank + 1) * each)
-        update = self._updater.step(*(partial(self._loss, rows, index) for index in mine))
+        each = self._num_micro_batches // self.world.size
+        mine = range(self.world.rank * each, (self.world.rank + 1) * each)
+        update = self.updater.step(*(partial(self._loss, rows, index) for index in mine))
         at, value = self.position, update.loss
         at.step += 1
         if update.applied:
@@ -143,13 +140,13 @@ class Trainer:
 
         What is hidden and dropped is a function of seed, update and micro-batch, whichever rank runs it.
         """
-        marks, device = self._tokenizer, self._world.device
+        marks, device = self._tokenizer, self.world.device
         own_rows = micro_batches(rows, self._num_micro_batches)[index]
         seed_dropout(device, self._config.seed, self.position.step, index)
         # A rank without rows runs one that does not count: averaging waits for the gradients of all.
         shown, share = self._train.batch(own_rows or rows[:1]), self._config.token_dropout
         batch = hide_tokens(shown, share, marks.mask_token_id, marks.all_special_ids).to(device)
-        mean = F.cross_entropy(logits_of(self._updater.model, batch), cast(Tensor, batch.labels_B))
+        mean = F.cross_entropy(logits_of(self.updater.model, batch), cast(Tensor, batch.labels_B))
         return mean * (len(own_rows) / len(rows))
 
     def _pause(self, progress: Progress) -> None:
@@ -163,15 +160,14 @@ class Trainer:
         self.save()
 
     def _save_best(self) -> None:
-        if self._world.is_first:
-            weights = self._updater.amp.export_weights() if self._average is None else self._average.weights()
-            save_model(self._folder.best, self._model, self._tokenizer, weights)
+        if self.world.is_first:
+            weights = self.updater.amp.export_weights() if self._average is None else self._average.weights()
+            save_model(self.folder.best, self._model, self._tokenizer, weights)
 
     def _evaluate(self, progress: Progress) -> None:
-        world = self._world
         size = self._config.batch_size
         with nullcontext() if self._average is None else self._average.shown():
-            found = evaluate(self._model, self._dev, batch_size=size, device=world.device, world=world)
+            found = evaluate(self._model, self._dev, batch_size=size, world=self.world)
         at = self.position
         at.seconds = time.perf_counter() - self._started
         numbers = {"loss": found.loss, "accuracy": found.accuracy}
@@ -187,20 +183,20 @@ class Trainer:
 
     def save(self) -> None:
         """Write the checkpoint, on the first rank. Raises: CheckpointError. Writes: metrics, checkpoint. Syncs: yes."""
-        if not self._world.is_first:
+        if not self.world.is_first:
             return
         self._log.flush()
         state = {
             **self._identity,
             "position": asdict(self.position),
-            **self._updater.state_dict(),
+            **self.updater.state_dict(),
             "average": None if self._average is None else self._average.state_dict(),
         }
-        save_checkpoint(self._folder.checkpoint, state)
+        save_checkpoint(self.folder.checkpoint, state)
 
     def load(self, state: dict[str, Any]) -> None:
         """Take over what `save` wrote. Writes: model, optimizer, average. Syncs: yes."""
         self.position = Position(**state["position"])
-        self._updater.load_state_dict(state)
+        self.updater.load_state_dict(state)
         if self._average is not None:
             self._average.load_state_dict(state["average"])
