@@ -17,7 +17,7 @@ class Recorder(OpMode):
     """Writes down where each op stands."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__(TraceContext(model, 0, lambda module: None, lambda module, place, output: None))
+        super().__init__(TraceContext(model))
         self.sites: list[Site] = []
 
     def run_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -210,7 +210,7 @@ class ComparingMode(OpMode):  # type: ignore[no-untyped-call]  # torch's own
     """
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__(TraceContext(model, 0, lambda _: None, self._on_output))
+        super().__init__(TraceContext(model, self._on_output))
         self.fp32 = Fp32Reference()
         self.modules: dict[tuple[str, str], ModuleTally] = {}
         self.ops: dict[OpKey, Tally] = {}

@@ -196,7 +196,7 @@ class OpCounter(OpMode):  # type: ignore[no-untyped-call]  # torch's own
     """Counts ops by module, and says whether one of a backward pass ran, while it is on. Syncs: no."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__(TraceContext(model, 0, lambda _: None, lambda *_: None))
+        super().__init__(TraceContext(model))
         self._weights = {storage_id(p) for p in model.parameters()}
         self.counts: dict[str, Counts] = {}
         self.has_backward = False

@@ -169,7 +169,7 @@ class ObservingMode(OpMode):  # type: ignore[no-untyped-call]  # torch's own
     """
 
     def __init__(self, model: nn.Module | None, other: dict[str, Tensor]) -> None:
-        super().__init__(TraceContext(model, 0, lambda _: None, self._on_output))
+        super().__init__(TraceContext(model, self._on_output))
         self._other = other
         self.ops: list[OpRun] = []
         self.modules: dict[tuple[str, int], Tensor] = {}

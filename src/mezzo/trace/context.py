@@ -134,9 +134,9 @@ class TraceContext:
     def __init__(
         self,
         model: nn.Module | None,
-        step: int,
-        on_root: Callable[[nn.Module], None],
-        on_output: Callable[[nn.Module, Place, Any], None],
+        on_output: Callable[[nn.Module, Place, Any], None] = lambda *_: None,
+        on_root: Callable[[nn.Module], None] = lambda _: None,
+        step: int = 0,
     ) -> None:
         self.modules = ModuleStack(model, self._on_root, on_output)
         self.names = Names()

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
+from torch.optim import optimizer as optimizer_hooks
 
 from .records import Frame
 
@@ -123,6 +124,12 @@ def _first_caller(call: Any) -> Frame | None:
 def is_called_from(ending: str) -> bool:
     """Say whether a file whose path ends so is on the Python stack."""
     return any(frame.f_code.co_filename.endswith(ending) for frame, _ in walk_stack(sys._getframe(1)))
+
+
+def is_stepping(optimizer: torch.optim.Optimizer) -> bool:
+    """Say whether a step of an optimizer is on the Python stack."""
+    frames = (f for f, _ in walk_stack(sys._getframe(1)) if f.f_code.co_filename == optimizer_hooks.__file__)
+    return any(f.f_locals.get("self") is optimizer for f in frames)
 
 
 def functions_of(file: str) -> set[str]:

@@ -214,8 +214,8 @@ class IdleSteps:
         if len(self._losses) < 2 * _FEW:
             return
         last = sorted(self._losses[-_FEW:])[_FEW // 2]
-        for optimizer, (start, _) in self._sizes.items():
-            (site, steps), size, first = self._steps[optimizer], self._largest[optimizer], self._first_losses[optimizer]
+        for optimizer, (site, steps) in self._steps.items():
+            start, size, first = self._sizes[optimizer][0], self._largest[optimizer], self._first_losses[optimizer]
             has_grown = max(_LARGE, _GROWN * start) < size < math.inf and _DIVERGED * first < last < math.inf
             if start and has_grown and ("exploding-step", optimizer) not in self._idle:
                 what = f"{steps} steps of {type(optimizer).__name__}, in which the loss grew from {number(first)} to {number(last)},"

@@ -22,6 +22,7 @@ from .collector import Collector
 from .context import TraceContext
 from .evidence import PendingOutputs, leaves_behind
 from .findings import LASTING, find, is_mostly_flushed
+from .frames import is_stepping
 from .idle_steps import IdleSteps
 from .measure import amax, is_finite, rms, tensor_facts
 from .modules import Place, check_model
@@ -40,11 +41,7 @@ class Trace:
         on_root: called, with the number of the step, before each outermost module runs.
         of_risks: whether the lint rules count too what may lose numbers and did not.
 
-    Raises:
-        RegionError: a trace that already ran is entered again.
-
-    Writes: while it runs, torch's global module and optimizer hooks, one hook per parameter; all are gone after.
-    Syncs: at every op.
+    Writes: while it runs, torch's global module and optimizer hooks, one hook per parameter; all are gone after. Syncs: at every op.
     """
 
     def __init__(
@@ -56,7 +53,7 @@ class Trace:
         on_root: Callable[[int], None] | None = None,
         of_risks: bool = False,
     ) -> None:
-        self._context = TraceContext(model, step, self._on_root, self._on_output)
+        self._context = TraceContext(model, self._on_output, self._on_root, step)
         self._collector = Collector(self._context, self._on_sink, self._on_loss)
         self._collector.lints.of_risks = of_risks
         self._context.names.on_read = self._collector.on_read_in_python
@@ -74,7 +71,7 @@ class Trace:
         self._ended = ""
         self._idle = IdleSteps()
         self._context.names.on_cleared = lambda x: self._idle.on_cleared(self._context.site("zero_grad"), x)
-        self._updates_running = 0
+        self._stepping: list[torch.optim.Optimizer] = []
         self._taken: set[int] = set()
         self._judged_steps: set[int] = set()
         self._roots_since_backward: set[int] = set()
@@ -188,6 +185,7 @@ class Trace:
 
     def _on_root(self, module: nn.Module) -> None:
         if autograd_node() is None:
+            self._leave_raised_steps()
             self._settle_step()
             self._was_loss_seen = False
             for sink in self._pending.dropped():
@@ -289,9 +287,15 @@ class Trace:
             )
         )
 
+    def _leave_raised_steps(self) -> None:
+        """Forget the steps that an error has ended, which no hook of torch's tells."""
+        self._stepping = [optimizer for optimizer in self._stepping if is_stepping(optimizer)]
+        self._context.is_optimizer_running = bool(self._stepping)
+
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._updates_running += 1
-        if self._updates_running > 1:
+        self._leave_raised_steps()
+        self._stepping.append(optimizer)
+        if len(self._stepping) > 1:
             # an optimizer inside another, as in MasterWeights, is part of its step
             return
         if optimizer not in self._context.optimizers:
@@ -311,8 +315,8 @@ class Trace:
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """End the step of an optimizer: what it updated and left not finite goes into the trace, and nowhere else."""
-        self._updates_running -= 1
-        if self._updates_running:
+        del self._stepping[self._stepping.index(optimizer) :]
+        if self._stepping:
             return
         site = self._context.site("step")
         self._context.is_optimizer_running = False
