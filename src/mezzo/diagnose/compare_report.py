@@ -87,12 +87,7 @@ class OpError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientError:
-    """Error of one parameter's gradient.
-
-    Attributes:
-        total: dB, against an fp32 step.
-        share: its part of the error of all gradients, energies; NaN if that is infinite or zero.
-    """
+    """Error of one parameter's gradient, in dB against an fp32 step, and its share of that of all, in energy; NaN if that is infinite or zero."""
 
     name: str
     total: float

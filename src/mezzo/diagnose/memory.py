@@ -40,11 +40,7 @@ class MemoryShare:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryReport(Report):
-    """What training will occupy.
-
-    Attributes:
-        has_batch: activations were measured on a batch; without one they are left out.
-    """
+    """What training will occupy; activations are among it if a batch was given to measure them on, `has_batch`."""
 
     model: str
     optimizers: tuple[str, ...]

@@ -99,11 +99,7 @@ def segments(folder: Path) -> list[tuple[int, Path]]:
 
 
 class Recorder(AbstractContextManager["Recorder"]):
-    """Records the steps of a run; made by `mezzo.record`.
-
-    Attributes:
-        folder: where.
-        step: number of the next step, from 0.
+    """Records the steps of a run; made by `mezzo.record`. `step` is the number of the next, from 0.
 
     Writes: `step` and `backward` of the stepper, until `close`; files in the folder.
     """

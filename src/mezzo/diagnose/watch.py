@@ -28,17 +28,9 @@ _TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
 class Watch(AbstractContextManager["Watch"]):
-    """Watches a run until it is closed; made by `mezzo.diagnose.watch`.
+    """Watches a run until it is closed; made by `mezzo.diagnose.watch`, which says what it takes and writes.
 
-    Args:
-        model: whose activations, gradients and weights are watched.
-        amp: the stepper that trains it; None for a model that is not prepared: then the steps are those of any
-            optimizer of its parameters.
-        every: one step in so many is sampled.
-        width: values sampled of each tensor.
-
-    Writes: in sampled steps hooks on leaf modules and parameters; `step` and `backward` of the stepper, or torch's global
-        optimizer hooks. All are taken back by `close`.
+    Without a stepper, `amp`, the steps are those of any optimizer of the model's parameters.
     """
 
     def __init__(self, model: nn.Module, amp: Stepper | None, every: int, width: int) -> None:

@@ -175,26 +175,28 @@ class Accelerator(accelerate.Accelerator):
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """Save the run as Accelerate does; under FSDP2 each rank writes its part of weights and optimizers into a new folder."""
-        by_shards = self._instead(_SHARDED, self.register_save_state_pre_hook, self._save_shards)
+
+        def save(folder: Path) -> None:
+            save_checkpoint(self.stepper, folder / _SHARDS)
+
+        by_shards = self._instead(_SHARDED, self.register_save_state_pre_hook, save)
         with by_shards if self.is_fsdp2 else nullcontext():
             return super().save_state(*args, **kwargs)
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """Go on from what `save_state` wrote, mezzo's or Accelerate's own; under FSDP2 from mezzo's, on any number of ranks."""
-        aside, act = (_SHARDED, self._load_shards) if self.is_fsdp2 else (_SHARDED[:1], self._load_scaler)
-        with self._instead(aside, self.register_load_state_pre_hook, act):
+
+        def load(folder: Path) -> None:
+            if self.is_fsdp2:
+                load_checkpoint(self.stepper, folder / _SHARDS)
+            elif (
+                path := folder / SCALER_NAME
+            ).exists():  # Accelerate writes it where it has a scaler, and stumbles over where it is not
+                self._adapter.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+
+        aside = _SHARDED if self.is_fsdp2 else _SHARDED[:1]
+        with self._instead(aside, self.register_load_state_pre_hook, load):
             super().load_state(*args, **kwargs)
-
-    def _save_shards(self, folder: Path) -> None:
-        save_checkpoint(self.stepper, folder / _SHARDS)
-
-    def _load_shards(self, folder: Path) -> None:
-        load_checkpoint(self.stepper, folder / _SHARDS)
-
-    def _load_scaler(self, folder: Path) -> None:
-        """Load what Accelerate writes only where it has a scaler, in another precision than bf16, and stumbles over where it is not."""
-        if (path := folder / SCALER_NAME).exists():
-            self._adapter.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
 
     @contextmanager
     def _instead(

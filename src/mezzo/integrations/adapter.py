@@ -223,7 +223,7 @@ class Adapter:
             raise StepError(f"clipping was given norm_type={shown(norm_type)}: write a number, as 2, or float('inf').")
         params = _with_grads(parameters)
         owner = self._owner(params) if norm_type == 2 else None
-        if owner is None or self._is_shown or id(owner) in self._clips:
+        if owner is None:
             self.show_clipped()
             return (torch.nn.utils.clip_grad_norm_ if norm_type == 2 else clip_now)(params, max_norm, norm_type)
         with self._in_its_words():
@@ -237,7 +237,7 @@ class Adapter:
         _check_bound("clip_value", clip_value)
         params = _with_grads(parameters)
         owner = self._owner(params)
-        if owner is None or self._is_shown or id(owner) in self._clips:
+        if owner is None:
             self.show_clipped()
             torch.nn.utils.clip_grad_value_(params, clip_value)
         else:
@@ -289,10 +289,10 @@ class Adapter:
         self._saved = {} if self.trains else state
 
     def _owner(self, params: Sequence[Tensor]) -> Optimizer | None:
-        """Return the optimizer whose gradients these are, all of them and no other; None if there is none."""
+        """Return the optimizer whose next step can clip these gradients: all of its own and no other, looked at or clipped by nobody; else None."""
         asked = {id(p) for p in params}
         own = (o for o in self.stepper.optimizers if asked == {id(p) for p in parameters(o) if p.grad is not None})
-        return next(own, None)
+        return next((o for o in own if not self._is_shown and id(o) not in self._clips), None)
 
 
 def _with_grads(given: Iterable[Tensor] | Tensor) -> list[Tensor]:

@@ -75,14 +75,7 @@ class Chart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Heat:
-    """A row of shares for each of many things, over labelled positions.
-
-    Attributes:
-        labels: positions on the horizontal axis.
-        rows: name of each thing, and its shares, one value per label.
-        unit: of the values.
-        bands: spans of the horizontal axis, drawn below it.
-    """
+    """A row of shares for each of many things, by name, one value per label; the rest as in `Chart`."""
 
     title: str
     labels: tuple[str, ...]
@@ -93,12 +86,7 @@ class Heat:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """Lines of the user's own code, with notes beside them.
-
-    Attributes:
-        file: its path, as a report shows it.
-        lines: number, text, note beside it, and whether the line is the fault.
-    """
+    """Lines of the user's own code: number, text, note beside it, and whether the line is the fault."""
 
     file: str
     lines: tuple[tuple[int, str, str, bool], ...]

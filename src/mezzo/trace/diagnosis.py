@@ -90,16 +90,11 @@ def _of_batch(report: TraceReport) -> Diagnosis:
     fault = next(iter(report.findings), None)
     if fault is None:
         return Diagnosis(report=report)
-    sentence = f"Run again op by op, the last batch shows {_found(fault)}"
-    if fault.verdict == "loss-scale":
-        return Diagnosis(report=report, sentence=sentence)
     edit, is_models = fault.fix.edit, fault.verdict == "overflow" and fault.path != OUTSIDE
-    return Diagnosis(
-        report=report,
-        sentence=sentence,
-        fix=f"Add '{edit}' to the policy; {fault.fix.advice}" if edit else f"Fix: {fault.fix.advice}",
-        edit=edit if is_models else "",
-    )
+    fix = f"Add '{edit}' to the policy; {fault.fix.advice}" if edit else f"Fix: {fault.fix.advice}"
+    sentence = f"Run again op by op, the last batch shows {_found(fault)}"
+    is_scale = fault.verdict == "loss-scale"
+    return Diagnosis(report=report, sentence=sentence, fix="" if is_scale else fix, edit=edit if is_models else "")
 
 
 def _of_loss(report: TraceReport, is_narrow: bool) -> Diagnosis:
@@ -108,11 +103,8 @@ def _of_loss(report: TraceReport, is_narrow: bool) -> Diagnosis:
     if fault is None:
         return Diagnosis(report=report)
     is_narrow = is_narrow and fault.verdict in ("overflow", "underflow")
-    return Diagnosis(
-        report=report,
-        sentence=f"The model's outputs are finite; what was computed from them shows {_found(fault)}",
-        fix=_NARROW_LOSS if is_narrow else f"Fix: {fault.fix.advice}",
-    )
+    sentence = f"The model's outputs are finite; what was computed from them shows {_found(fault)}"
+    return Diagnosis(report=report, sentence=sentence, fix=_NARROW_LOSS if is_narrow else f"Fix: {fault.fix.advice}")
 
 
 def _found(fault: Finding) -> str:

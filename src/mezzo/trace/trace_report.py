@@ -28,11 +28,7 @@ _SHOWN_ZEROS = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceReport(Report):
-    """What a trace found.
-
-    Attributes:
-        findings: the faults, the first one first.
-    """
+    """What a trace saw, `record`, and what it found in it: `findings`, the first fault first."""
 
     record: TraceRecord
     findings: tuple[Finding, ...]
