@@ -9,6 +9,7 @@ import torch
 from tests.tolerance import relative
 from torch import Tensor
 
+from mezzo.kernels import registry
 from mezzo.kernels.ops.gradients import CHUNK, norm_and_finite
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -82,6 +83,15 @@ def test_layouts_dtypes_and_devices_may_be_mixed() -> None:
     torch.testing.assert_close(check.tensor_norms.square(), torch.tensor([16.0, 13.0, 25.0, 2.0, 120.0]))
 
     assert not sparse.is_coalesced()
+
+
+@pytest.mark.parametrize("inv_scale", [None, torch.tensor(0.25)])
+def test_dtypes_that_one_compiled_pass_reads_need_no_pass_each(inv_scale: Tensor | None) -> None:
+    grads = [torch.randn(300).to(dtype) for dtype in (torch.bfloat16, torch.float32, torch.float16, torch.bfloat16)]
+    check = norm_and_finite(grads, inv_scale)
+    assert check.tensor_norms.tolist() == [norm_and_finite([grad], inv_scale).norm.item() for grad in grads]
+    compiled = registry.choose("gradients", torch.device("cpu"), torch.bfloat16).backend == "cpu"
+    assert (check.known is not None) == (compiled and inv_scale is None)
 
 
 def test_no_gradients_have_norm_zero() -> None:

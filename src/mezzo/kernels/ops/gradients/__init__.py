@@ -175,10 +175,11 @@ def norm_and_finite(grads: Sequence[Tensor], inv_scale: Tensor | None = None) ->
     aux = tuple([part.detach() if part.requires_grad else part for part in parts])
     home = aux[0].device if aux else inv_scale.device if inv_scale is not None else torch.device("cpu")
     host_looks = home.type == "cpu" and not torch.compiler.is_compiling()
-    if host_looks and inv_scale is None and (known := _known_norms(aux)) is not None:
+    known = _known_norms(aux) if host_looks else None
+    if known is not None and inv_scale is None:
         return GradientCheck(None, known, aux, is_plain=is_plain)
-    norms = _gather(aux, home)
-    if host_looks:
+    norms = _gather(aux, home) if known is None else torch.frombuffer(known, dtype=torch.float32)
+    if host_looks and known is None:
         _bring_in_range_(norms, aux)
     if inv_scale is not None:
         norms = norms * inv_scale.to(home)
@@ -196,12 +197,12 @@ def _norm_of(norms: Tensor) -> Tensor:
 
 def _known_norms(grads: Sequence[Tensor]) -> array[float] | None:
     """Return the norm of each gradient where one compiled pass reads all of them, so that no tensor is made; else None."""
-    device, dtype = (grads[0].device, grads[0].dtype) if grads else (None, None)
-    if device is None or not all([g.is_cpu and g.dtype is dtype and g.layout is torch.strided for g in grads]):
+    if not grads or not all([g.is_cpu and g.layout is torch.strided for g in grads]):
         return None
-    if (chosen := registry.choose("gradients", device, dtype)).backend != "cpu":
+    choices = [registry.choose("gradients", grads[0].device, dtype) for dtype in {g.dtype for g in grads}]
+    if any([choice.backend != "cpu" for choice in choices]):
         return None
-    norms: array[float] = chosen.module.known_norms(grads)
+    norms: array[float] = choices[0].module.known_norms(grads)  # which reads each gradient in its own format
     _bring_in_range_(norms, grads)
     return norms
 
