@@ -181,7 +181,8 @@ def _copies(layout: Layout, weights: Weights, grads: Sequence[Tensor], addresses
     copies = {}
     for index in [index for index, address in enumerate(addresses) if address not in layout.sound]:
         grad = grads[index]
-        _check_gradient(weights, index, grad)
+        if grad.shape != weights.values[index].shape or not is_readable(grad):
+            _check_gradient(weights, index, grad)
         if grad.numel() and (addresses[index] == 0 or _memory(grad)[0] in layout.storages):
             copies[index] = grad.clone() if (plain := as_plain(grad)) is grad else plain
         elif addresses[index] != 0:  # where empty tensors lie, and freed ones
