@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import FrameType
 
@@ -53,3 +53,25 @@ ACTIONS: dict[str, Callable[[AdamW | MasterWeights], object]] = {
 def test_four_times_the_parameters_take_four_times_the_calls(kind: str, action: str) -> None:
     few, many = (calls(partial(ACTIONS[action], made(kind, count))) for count in (50, 200))
     assert many <= 1.2 * 4 * few
+
+
+class Counted(list[nn.Parameter]):
+    """Counts the parameters that were looked at."""
+
+    seen = 0
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        for param in super().__iter__():
+            self.seen += 1
+            yield param
+
+
+@pytest.mark.parametrize("master", ["split", "none"])
+def test_a_first_step_looks_at_each_parameter_a_few_times(master: str) -> None:
+    dtype = torch.float32 if master == "none" else torch.bfloat16
+    one = AdamW([nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(100)], master=master)
+    for p in one.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    one.param_groups[0]["params"] = params = Counted(one.param_groups[0]["params"])
+    one.step()
+    assert params.seen < 20 * len(params)

@@ -278,6 +278,8 @@ class MasterOptimizer(KeepsMasters):
         return active
 
     def _made(self, step: GroupStep, active: list[Active]) -> Sequence[ParamBatch]:
+        for group in step.groups:
+            check_masters(group)
         for one in active:
             one.state = self.state[one.param]
             self.init_state(step.group, one.param, one.state)
@@ -315,7 +317,6 @@ class MasterOptimizer(KeepsMasters):
         """Add to the state of a parameter what its first step begins with and is not there: a count of 0, moments of 0, aux state. Syncs: no."""
         names = self.moment_names(group)
         if "step" not in state or (self.counts_moments and any(name not in state for name in names)):
-            check_masters(group)
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
         for name in names:
             if name not in state:
