@@ -66,6 +66,21 @@ def test_gradients_of_an_external_backward_must_carry_the_loss_scale(
     assert amp.step()
 
 
+@pytest.mark.parametrize("policy", POLICIES[:3])
+def test_gradients_made_in_inference_mode_are_stepped_as_any_others(policy: str) -> None:
+    def trained(*, in_inference_mode: bool) -> list[Tensor]:
+        model, amp = prepared(policy)
+        for _ in range(3):
+            amp.zero_grad()
+            amp.backward(model(torch.ones(3, 4)).sum())
+            with torch.inference_mode(in_inference_mode):
+                set_by_hand(model)
+            assert amp.step()
+        return list(model.parameters())
+
+    assert all(map(torch.equal, trained(in_inference_mode=True), trained(in_inference_mode=False)))
+
+
 @pytest.mark.parametrize("policy", SCALED)
 def test_an_external_backward_that_left_nothing_is_fine(policy: str) -> None:
     model, amp = prepared(policy)

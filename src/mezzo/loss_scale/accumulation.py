@@ -23,7 +23,7 @@ from .._torch import global_pre_hooks as pre_hooks
 from ..errors import StepError, kind_of
 from ..formats import dtype_name
 from ..kernels import move, sum_of_bits
-from ..stamp import Stamp
+from ..stamp import Stamp, versions_of
 from .unscale import real_values
 
 Flag = Tensor | bool
@@ -103,12 +103,11 @@ class GradVersions:
 
     def changed(self, params: Iterable[Tensor]) -> list[Tensor]:
         """Return the parameters whose gradient is not the one noted. A dropped one is no change. Syncs: no."""
-        stamps = self.stamps
+        stamps, params = self.stamps, [p for p in params if p.grad is not None]
         return [
             p
-            for p in params
-            if (g := p.grad) is not None
-            and ((stamp := stamps.get(id(p))) is None or stamp[0]() is not g or stamp[1] != version(g))
+            for p, count in zip(params, versions_of([p.grad for p in params]), strict=True)
+            if (stamp := stamps.get(id(p))) is None or stamp[0]() is not p.grad or stamp[1] != count or count < 0
         ]
 
     def edited(self, params: Sequence[Tensor]) -> list[Tensor]:
