@@ -93,6 +93,24 @@ def test_bounds_that_are_no_numbers() -> None:
     assert amp.step(max_norm=torch.tensor(1.0))
 
 
+@pytest.mark.parametrize("policy", ["fp32", "fp16, scaling=16", "bf16-master"])
+@pytest.mark.parametrize("name", ["max_norm", "clip_value"])
+@pytest.mark.parametrize(
+    "bound", [torch.tensor([0.01]), numpy.array([[0.01]]), numpy.float32(0.01), torch.tensor(0.01).double()]
+)
+def test_a_bound_in_whatever_holds_one_number(policy: str, name: str, bound: Any) -> None:
+    def trained(bound: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Net()
+        amp = mezzo.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1), policy)
+        x, y = batch()
+        amp.backward(mse(model(x), y))
+        assert amp.step(**{name: bound})
+        return list(model.parameters())
+
+    assert all(map(torch.equal, trained(bound), trained(0.01)))
+
+
 @pytest.mark.filterwarnings("ignore")  # tracing is deprecated, and torch traces a batch norm with a warning
 @pytest.mark.parametrize("compute", ["bf16", "fp16, scaling.init_scale=16"])
 def test_a_model_with_scripted_parts_trains(compute: str) -> None:

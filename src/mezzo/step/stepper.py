@@ -22,9 +22,7 @@ from .foreign_words import ARGUMENTS, ELSEWHERE
 from .grad_passes import check_flags, check_inputs
 from .prepared_run import PreparedRun
 from .result import StepResult
-from .update import Clip
-
-_NO_CLIP = Clip()
+from .update import Clip, bound_of
 
 
 def answers_misfits(
@@ -271,7 +269,7 @@ class Stepper(PreparedRun):
         for observer in self._observers:
             observer.before_step()
         engine = self._engine
-        clip = _NO_CLIP if max_norm is clip_value is None else Clip(max_norm=max_norm, value=clip_value)
+        clip = Clip(max_norm=bound_of(max_norm), value=bound_of(clip_value))
         if engine.is_captured:
             refuse_in_graph(closure=closure, optimizer=optimizer, observers=self._observers)
         take = engine.run_step if closure is None else partial(step_by_closure, engine, closure)
