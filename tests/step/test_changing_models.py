@@ -303,13 +303,16 @@ class TestMemoryThatDataSwaps:
     POLICIES = pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16-master"])
     KINDS = pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, mezzo.optim.AdamW])
 
-    def run(self, kind: Any, policy: str, change: Callable[[nn.Embedding], None]) -> tuple[mezzo.Stepper, Any]:
+    def fresh(self, kind: Any, policy: str) -> tuple[mezzo.Stepper, Any]:
         model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 1))
         own = {"master": "split"} if kind is mezzo.optim.AdamW and "master" in policy else {}
         optimizer = kind(model.parameters(), lr=0.1, **own)
-        amp = mezzo.prepare(model, optimizer, policy)
+        return mezzo.prepare(model, optimizer, policy), optimizer
+
+    def run(self, kind: Any, policy: str, change: Callable[[nn.Embedding], None]) -> tuple[mezzo.Stepper, Any]:
+        amp, optimizer = self.fresh(kind, policy)
         self.take(amp, 10)
-        change(model[0])
+        change(amp.model[0])
         return amp, optimizer
 
     def take(self, amp: mezzo.Stepper, size: int) -> mezzo.StepResult:
@@ -340,6 +343,25 @@ class TestMemoryThatDataSwaps:
         amp, _ = self.run(kind, policy, recast)
         with pytest.raises(StepError, match=r"0\.weight was \w+\[10,4\] .* is (fp16|fp32)\[10,4\] now.*\.data.*policy"):
             self.take(amp, 10)
+
+    @POLICIES
+    @KINDS
+    @pytest.mark.parametrize("change", [grown, recast])
+    @pytest.mark.parametrize("steps", [0, 2])
+    def test_what_changes_between_backward_and_step_is_refused_before_anything_is_written(
+        self, kind: Any, policy: str, change: Callable[[nn.Embedding], None], steps: int
+    ) -> None:
+        amp, optimizer = self.run(kind, policy, lambda model: None) if steps else self.fresh(kind, policy)
+        amp.zero_grad()
+        amp.backward(amp.model(torch.arange(10)).float().square().mean())
+        change(amp.model[0])
+        before, state = copy.deepcopy(amp.model.state_dict()), copy.deepcopy(optimizer.state_dict()["state"])
+        with pytest.raises(
+            StepError, match=r"0\.weight was \w+\[10,4\] in the last forward and is \w+\[1[03],4\] now.*\.data"
+        ):
+            amp.step()
+        assert all(torch.equal(value, before[name]) for name, value in amp.model.state_dict().items())
+        torch.testing.assert_close(optimizer.state_dict()["state"], state, rtol=0, atol=0)
 
     def test_a_table_that_grows_before_its_first_step(self) -> None:
         model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 1))

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .._torch import active_ddp, constant_when_compiled, own_modules
 from ..binding import AfterForward, BeforeForward
 from ..distributed import is_running
-from ..errors import PolicyError, StepError, listed
-from ..formats import LOW_DTYPES, dtype_name
-from ..loss_scale import parameters
+from ..errors import PolicyError, StepError
+from ..formats import LOW_DTYPES
 from .engine import Engine
 from .leftovers import refuse_no_params
 from .loading import MastersFollow
@@ -61,7 +60,7 @@ class ForwardHook:
         """Take what changed of the model since the last snapshot into the policy. Writes: as `Engine.follow_changes`."""
         if self.is_changed():
             refuse_no_params(self._groups)
-            self._refuse_swapped()
+            self._engine.gradients.layouts.refuse_changed()
             self._engine.follow_changes()
             self._masters_follow.follow_parts()
             self.snapshot()
@@ -78,16 +77,14 @@ class ForwardHook:
         """Take modules, groups and frozen parameters as they are now for what is known. Host only."""
         self._registries = [own_modules(module) for module in self._model.modules()]
         self._structure = self._structure_now()
-        params = self._engine.gradients.parameters()
-        self._layouts = {p: (p.shape, p.dtype) for p in params if p.layout is torch.strided}
-        self._bytes = [p.nbytes for p in self._layouts]
+        self._engine.gradients.layouts.note()
         self._frozen = [p for p in self._model.parameters() if not p.requires_grad] if self._with_frozen else []
 
     def is_changed(self) -> bool:
         """Whether a module, a group, a frozen parameter or, before a backward, the size of a weight is not as it was. Host only."""
         return (
             self._structure_now() != self._structure
-            or (torch.is_grad_enabled() and [p.nbytes for p in self._layouts] != self._bytes)
+            or (torch.is_grad_enabled() and self._engine.gradients.layouts.are_changed())
             or any([p.requires_grad for p in self._frozen])
         )
 
@@ -96,31 +93,6 @@ class ForwardHook:
         children = [child for registry in self._registries if registry for child in registry.values()]
         held = [group["params"] for optimizer in self._groups for group in optimizer.param_groups]
         return children + [len(params) if hasattr(params, "__len__") else -1 for params in held]
-
-    def _refuse_swapped(self) -> None:
-        """Refuse, by a StepError, weights that `.data` gave another dtype, or a shape that what their optimizer keeps of them does not have. Host only."""
-        for optimizer in self._groups:
-            for p in parameters(optimizer):
-                shape, dtype = self._layouts.get(p, (p.shape, p.dtype))
-                kept = optimizer.state.get(p, {}).items() if p.shape != shape else ()
-                held = [name for name, value in kept if isinstance(value, Tensor) and value.shape == shape]
-                if dtype is p.dtype and not held:
-                    continue
-                was, now = _layout(dtype, shape), _layout(p.dtype, p.shape)
-                name, kind = self._engine.names[p], type(optimizer).__name__
-                advice = "the policy decides in which dtype weights are stored. Write it there, as in mezzo.prepare(model, optimizer, 'bf16-master'), and leave .data as it is."
-                if held:
-                    advice = (
-                        f"what {kind} keeps of it ({listed(held)}) has the old shape. Write optimizer.state.pop(weight) after the assignment, which lets it "
-                        "begin anew, or put a new nn.Parameter into the module and give it to optimizer.add_param_group."
-                    )
-                raise StepError(
-                    f"{name} was {was} in the last step and is {now} now, since its .data was assigned: {advice}"
-                )
-
-
-def _layout(dtype: torch.dtype, shape: Sequence[int]) -> str:
-    return f"{dtype_name(dtype)}[{','.join(map(str, shape))}]"
 
 
 def weakly(hook: ForwardHook) -> BeforeForward:

@@ -21,7 +21,16 @@ from ..read_only import read_only
 from ..stamp import Stamp
 from .foreign_scaler import refuse_scaled
 from .grad_passes import add_up_parts_, drop, measure_flush, true_gradients
-from .leftovers import Leftovers, forget_zeros_, is_stale, is_zero, refuse_no_params, refuse_replaced, why_no_gradients
+from .leftovers import (
+    Leftovers,
+    WeightLayouts,
+    forget_zeros_,
+    is_stale,
+    is_zero,
+    refuse_no_params,
+    refuse_replaced,
+    why_no_gradients,
+)
 
 
 @read_only
@@ -97,6 +106,7 @@ class Gradients:
         self._closed: AccumulationState | None = None
         self._penalty_bad: Flag = False
         self._leftovers = Leftovers(optimizers, names)
+        self.layouts = WeightLayouts(optimizers, names)
         self._is_shown = False
 
     def refresh(self) -> None:
@@ -306,6 +316,8 @@ class Gradients:
         pending = self.require("step()")
         self._accept_edits(pending, self.parameters())
         self._add_up_parts()
+        if self.layouts.are_changed():
+            self.layouts.refuse_changed(has_grads=True)
         chosen = {k: o for k, o in enumerate(self._optimizers) if optimizer is None or o is optimizer}
         found = grads_of(chosen, None if pending.scale is None else pending.scale.reciprocal())
         if (count := sum([len(one.params) for one in found])) not in self._nums_found:  # a replaced one has none

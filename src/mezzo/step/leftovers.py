@@ -6,10 +6,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import StepError, kind_of, listed
+from ..formats import dtype_name
 from ..kernels import move
 from ..loss_scale import AccumulationState, parameters
 from ..stamp import Stamp
@@ -169,6 +171,50 @@ def _strangers(model: nn.Module, trainable: Sequence[Tensor]) -> str:
         f"none of the optimizer's {len(trainable)} trainable parameters belongs to the prepared model; the model was copied or "
         "replaced after the optimizer was made. Make the optimizer from model.parameters() of the prepared model."
     )
+
+
+class WeightLayouts:
+    """Shapes and dtypes of what optimizers step, as they were noted: `p.data = ...` changes them, and what is kept of a weight does not follow."""
+
+    def __init__(self, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]) -> None:
+        self._optimizers, self._names = optimizers, names
+        self.note()
+
+    def note(self) -> None:
+        """Take the weights as they are now. Host only."""
+        params = dict.fromkeys(p for one in self._optimizers for p in parameters(one) if p.layout is torch.strided)
+        self._layouts = {p: (p.shape, p.dtype) for p in params}
+        self._bytes = [p.nbytes for p in params]
+
+    def are_changed(self) -> bool:
+        """Whether a weight takes more or less memory than when it was noted. Host only."""
+        return [p.nbytes for p in self._layouts] != self._bytes
+
+    def refuse_changed(self, *, has_grads: bool = False) -> None:
+        """Refuse, by a StepError, weights of another dtype, or of a shape that what their optimizer keeps, or their gradient, does not have. Host only."""
+        for optimizer in self._optimizers:
+            for p in parameters(optimizer):
+                shape, dtype = self._layouts.get(p, (p.shape, p.dtype))
+                kept = {} if p.shape == shape else {"gradient": p.grad} if has_grads else optimizer.state.get(p, {})
+                held = [name for name, value in kept.items() if isinstance(value, Tensor) and value.shape == shape]
+                if dtype is p.dtype and not held:
+                    continue
+                was, now = _layout(dtype, shape), _layout(p.dtype, p.shape)
+                advice = "the policy decides in which dtype weights are stored. Write it there, as in mezzo.prepare(model, optimizer, 'bf16-master'), and leave .data as it is."
+                if held and has_grads:
+                    advice = "its gradient has the old shape. Call amp.zero_grad() and compute the loss again."
+                elif held:
+                    advice = (
+                        f"what {type(optimizer).__name__} keeps of it ({listed(held)}) has the old shape. Write optimizer.state.pop(weight) after the assignment, which lets it "
+                        "begin anew, or put a new nn.Parameter into the module and give it to optimizer.add_param_group."
+                    )
+                raise StepError(
+                    f"{self._names[p]} was {was} in the last forward and is {now} now, since its .data was assigned: {advice}"
+                )
+
+
+def _layout(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    return f"{dtype_name(dtype)}[{','.join(map(str, shape))}]"
 
 
 def refuse_replaced(model: nn.Module, had: Mapping[Tensor, str]) -> None:
