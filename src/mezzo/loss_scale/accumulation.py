@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import RLock
 from typing import Protocol
@@ -23,7 +23,7 @@ from .._torch import global_pre_hooks as pre_hooks
 from ..errors import StepError, kind_of
 from ..formats import dtype_name
 from ..kernels import move, sum_of_bits
-from ..stamp import Stamp, versions_of
+from ..stamp import Stamp
 from .unscale import real_values
 
 Flag = Tensor | bool
@@ -101,14 +101,18 @@ class GradVersions:
         if self.changed(params):
             self.note(params)
 
-    def changed(self, params: Iterable[Tensor]) -> list[Tensor]:
-        """Return the parameters whose gradient is not the one noted. A dropped one is no change. Syncs: no."""
-        stamps, params = self.stamps, [p for p in params if p.grad is not None]
-        return [
-            p
-            for p, count in zip(params, versions_of([p.grad for p in params]), strict=True)
-            if (stamp := stamps.get(id(p))) is None or stamp[0]() is not p.grad or stamp[1] != count or count < 0
-        ]
+    def changed(self, params: Sequence[Tensor], count: Callable[[Tensor], int | None] = version) -> list[Tensor]:
+        """Return the parameters whose gradient is not the one noted, or keeps no `count` of writes. A dropped one is no change. Syncs: no."""
+        stamps = self.stamps
+        try:
+            return [
+                p
+                for p in params
+                if (g := p.grad) is not None
+                and ((stamp := stamps.get(id(p))) is None or stamp[0]() is not g or stamp[1] != count(g))
+            ]
+        except RuntimeError:  # one was made in inference mode
+            return self.changed(params, lambda g: None if g.is_inference() else version(g))
 
     def edited(self, params: Sequence[Tensor]) -> list[Tensor]:
         """Return the parameters whose gradient has other values than the one noted, or may have.

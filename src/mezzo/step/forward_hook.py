@@ -27,7 +27,7 @@ class ForwardHook:
     def __init__(self, engine: Engine, masters_follow: MastersFollow) -> None:
         self._engine, self._masters_follow = engine, masters_follow
         self._model = engine.root
-        self._groups = engine.optimizers
+        self._groups, self._layouts = engine.optimizers, engine.gradients.layouts
         self._with_frozen = engine.policy.params in LOW_DTYPES  # one that is unfrozen is stored in another dtype then
         self._may_be_captured = bool(self._groups) and engine.may_capture
         self.snapshot()
@@ -60,7 +60,7 @@ class ForwardHook:
         """Take what changed of the model since the last snapshot into the policy. Writes: as `Engine.follow_changes`."""
         if self.is_changed():
             refuse_no_params(self._groups)
-            self._engine.gradients.layouts.refuse_changed()
+            self._layouts.refuse_changed()
             self._engine.follow_changes()
             self._masters_follow.follow_parts()
             self.snapshot()
@@ -77,14 +77,14 @@ class ForwardHook:
         """Take modules, groups and frozen parameters as they are now for what is known. Host only."""
         self._registries = [own_modules(module) for module in self._model.modules()]
         self._structure = self._structure_now()
-        self._engine.gradients.layouts.note()
+        self._layouts.note()
         self._frozen = [p for p in self._model.parameters() if not p.requires_grad] if self._with_frozen else []
 
     def is_changed(self) -> bool:
         """Whether a module, a group, a frozen parameter or, before a backward, the size of a weight is not as it was. Host only."""
         return (
             self._structure_now() != self._structure
-            or (torch.is_grad_enabled() and self._engine.gradients.layouts.are_changed())
+            or (torch.is_grad_enabled() and [p.nbytes for p in self._layouts.noted] != self._layouts.num_bytes)
             or any([p.requires_grad for p in self._frozen])
         )
 

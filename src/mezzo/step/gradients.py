@@ -316,7 +316,7 @@ class Gradients:
         pending = self.require("step()")
         self._accept_edits(pending, self.parameters())
         self._add_up_parts()
-        if self.layouts.are_changed():
+        if [p.nbytes for p in self.layouts.noted] != self.layouts.num_bytes:
             self.layouts.refuse_changed(has_grads=True)
         chosen = {k: o for k, o in enumerate(self._optimizers) if optimizer is None or o is optimizer}
         found = grads_of(chosen, None if pending.scale is None else pending.scale.reciprocal())

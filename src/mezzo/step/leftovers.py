@@ -174,7 +174,12 @@ def _strangers(model: nn.Module, trainable: Sequence[Tensor]) -> str:
 
 
 class WeightLayouts:
-    """Shapes and dtypes of what optimizers step, as they were noted: `p.data = ...` changes them, and what is kept of a weight does not follow."""
+    """Shapes and dtypes of what optimizers step, as they were noted: `p.data = ...` changes them, and what is kept of a weight does not follow.
+
+    Attributes:
+        noted: of each weight.
+        num_bytes: that each of them takes.
+    """
 
     def __init__(self, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]) -> None:
         self._optimizers, self._names = optimizers, names
@@ -183,18 +188,14 @@ class WeightLayouts:
     def note(self) -> None:
         """Take the weights as they are now. Host only."""
         params = dict.fromkeys(p for one in self._optimizers for p in parameters(one) if p.layout is torch.strided)
-        self._layouts = {p: (p.shape, p.dtype) for p in params}
-        self._bytes = [p.nbytes for p in params]
-
-    def are_changed(self) -> bool:
-        """Whether a weight takes more or less memory than when it was noted. Host only."""
-        return [p.nbytes for p in self._layouts] != self._bytes
+        self.noted = {p: (p.shape, p.dtype) for p in params}
+        self.num_bytes = [p.nbytes for p in params]
 
     def refuse_changed(self, *, has_grads: bool = False) -> None:
         """Refuse, by a StepError, weights of another dtype, or of a shape that what their optimizer keeps, or their gradient, does not have. Host only."""
         for optimizer in self._optimizers:
             for p in parameters(optimizer):
-                shape, dtype = self._layouts.get(p, (p.shape, p.dtype))
+                shape, dtype = self.noted.get(p, (p.shape, p.dtype))
                 kept = {} if p.shape == shape else {"gradient": p.grad} if has_grads else optimizer.state.get(p, {})
                 held = [name for name, value in kept.items() if isinstance(value, Tensor) and value.shape == shape]
                 if dtype is p.dtype and not held:

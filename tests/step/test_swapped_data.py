@@ -1,0 +1,96 @@
+"""Weights that `p.data = ...` changed: refused before anything is written, between steps and in the middle of one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.torch_versions import ADAGRAD_STARTS_LATE
+from torch import nn
+
+import mezzo
+from mezzo.errors import StepError
+
+
+def grown(model: nn.Embedding) -> None:
+    model.weight.data = torch.cat([model.weight.data, torch.zeros(3, 4, dtype=model.weight.dtype)])
+
+
+def recast(model: nn.Embedding) -> None:
+    model.weight.data = model.weight.data.to(torch.float16 if model.weight.dtype is torch.float32 else torch.float32)
+
+
+class TestMemoryThatDataSwaps:
+    """`p.data = ...`: what optimizers keep of a weight does not fit it any more, and half the step may be taken before one notices."""
+
+    POLICIES = pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16-master"])
+    KINDS = pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, mezzo.optim.AdamW])
+
+    def fresh(self, kind: Any, policy: str) -> tuple[mezzo.Stepper, Any]:
+        model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 1))
+        own = {"master": "split"} if kind is mezzo.optim.AdamW and "master" in policy else {}
+        optimizer = kind(model.parameters(), lr=0.1, **own)
+        return mezzo.prepare(model, optimizer, policy), optimizer
+
+    def run(self, kind: Any, policy: str, change: Callable[[nn.Embedding], None]) -> tuple[mezzo.Stepper, Any]:
+        amp, optimizer = self.fresh(kind, policy)
+        self.take(amp, 10)
+        change(amp.model[0])
+        return amp, optimizer
+
+    def take(self, amp: mezzo.Stepper, size: int) -> mezzo.StepResult:
+        amp.zero_grad()
+        amp.backward(amp.model(torch.arange(size)).float().square().mean())
+        return amp.step()
+
+    @POLICIES
+    @KINDS
+    def test_a_table_that_grew(self, kind: Any, policy: str) -> None:
+        amp, _ = self.run(kind, policy, grown)
+        before = copy.deepcopy(amp.model.state_dict())
+        words = r"0\.weight was \w+\[10,4\] .* is \w+\[13,4\] now.*\.data.*state\.pop"
+        for _ in range(2):
+            with pytest.raises(StepError, match=words):
+                self.take(amp, 13)
+        assert all(torch.equal(value, before[name]) for name, value in amp.model.state_dict().items())
+        if kind is torch.optim.Adagrad and not ADAGRAD_STARTS_LATE:
+            return
+        amp.optimizers[0].state.pop(amp.model[0].weight)
+        for _ in range(2):
+            assert self.take(amp, 13)
+        assert amp.model[0].weight[10:].any() and amp.report(strict=True)
+
+    @POLICIES
+    @KINDS
+    def test_another_dtype_by_hand(self, kind: Any, policy: str) -> None:
+        amp, _ = self.run(kind, policy, recast)
+        with pytest.raises(StepError, match=r"0\.weight was \w+\[10,4\] .* is (fp16|fp32)\[10,4\] now.*\.data.*policy"):
+            self.take(amp, 10)
+
+    @POLICIES
+    @KINDS
+    @pytest.mark.parametrize("change", [grown, recast])
+    @pytest.mark.parametrize("steps", [0, 2])
+    def test_what_changes_between_backward_and_step_is_refused_before_anything_is_written(
+        self, kind: Any, policy: str, change: Callable[[nn.Embedding], None], steps: int
+    ) -> None:
+        amp, optimizer = self.run(kind, policy, lambda model: None) if steps else self.fresh(kind, policy)
+        amp.zero_grad()
+        amp.backward(amp.model(torch.arange(10)).float().square().mean())
+        change(amp.model[0])
+        before, state = copy.deepcopy(amp.model.state_dict()), copy.deepcopy(optimizer.state_dict()["state"])
+        with pytest.raises(
+            StepError, match=r"0\.weight was \w+\[10,4\] in the last forward and is \w+\[1[03],4\] now.*\.data"
+        ):
+            amp.step()
+        assert all(torch.equal(value, before[name]) for name, value in amp.model.state_dict().items())
+        torch.testing.assert_close(optimizer.state_dict()["state"], state, rtol=0, atol=0)
+
+    def test_a_table_that_grows_before_its_first_step(self) -> None:
+        model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 1))
+        amp = mezzo.prepare(model, torch.optim.AdamW(model.parameters()), "bf16")
+        grown(model[0])
+        assert self.take(amp, 13)
