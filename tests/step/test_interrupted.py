@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import operator
 import sys
 import threading
 from collections.abc import Callable
@@ -215,3 +216,26 @@ def test_a_second_thread_is_refused_while_one_is_in_a_backward() -> None:
     assert amp.step()
     assert said == [True] * 3
     train(amp, 1)
+
+
+@pytest.mark.parametrize("mode", ["split", "fp32", "kahan"])
+def test_an_interrupt_before_the_update_of_wrapped_masters_leaves_them_where_they_were(mode: Any) -> None:
+    """The optimizer still holds the model's parameters then, and their masters have lost nothing."""
+    at, begun = 0, [False]
+    while not begun[0]:
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(3).bfloat16()) for _ in range(2)]
+        one = mezzo.optim.MasterWeights(torch.optim.RMSprop(params, lr=0.1), mode)
+        for _ in range(2):
+            for p in params:
+                p.grad = torch.ones_like(p)
+            one.step()
+        masters = [one.master(p).clone() for p in params]
+        one.inner.register_step_pre_hook(lambda *_: begun.__setitem__(0, True))
+        if not interrupted(one.step, at):
+            break
+        if not begun[0]:
+            assert all(map(operator.is_, one.param_groups[0]["params"], params)), at
+            assert all(map(torch.equal, map(one.master, params), masters)), at
+        at += 2
+    assert at > 20

@@ -274,8 +274,8 @@ class MasterWeights(HasMasters):
         pairs = self.masters.fp32_params.items()
         there: dict[Tensor, Tensor] = {p: m for p, m in pairs} if inside else {m: p for p, m in pairs}
         back = {new: old for old, new in there.items()}
-        self._replace(there)
-        try:
+        try:  # around the first of them too, which Ctrl-C may end halfway
+            self._replace(there)
             yield
         finally:
             self._replace(back)
@@ -293,7 +293,7 @@ class MasterWeights(HasMasters):
         indices, low = self._places(), [p for p in params if self.masters.mode_of(p) != "none"]
         skip = None if found is None else found.reshape(()) != 0
         fp32_params = {p: self.masters.fp32_param(p) for p in low}
-        aux = {p: self._take_aux(p) for p in low}
+        aux: dict[Tensor, Tensor | None] = {}
         raw: dict[Tensor, Tensor] = {}
 
         def write_weights(skip: Tensor | None = None) -> None:
@@ -315,6 +315,8 @@ class MasterWeights(HasMasters):
         self._stepping = True
         try:
             for p in low:
+                aux[p] = self.state.get(p, {}).get(AUX_STATE.get(self.masters.mode, ""))
+                self._take_aux(p)
                 self.masters.open(p, aux[p])
             if low:
                 self.masters.advance(low[0].device, skip)
