@@ -557,8 +557,9 @@ next_node_number: Callable[[], int] = _get_sequence_nr
 dispatch_modes: Callable[[], list[Any]] = _get_current_dispatch_mode_stack
 num_dispatch_modes = torch._C._len_torch_dispatch_stack
 without_autocast = torch._C._DisableAutocast
+without_function_modes = torch._C.DisableTorchFunction
 without_dispatch_modes: Callable[[], _GeneratorContextManager[Any]] = _disable_current_modes
-"""No mode sees an op. Without it kernels are tried on tensors without memory, and count as failing from then on."""
+"""No mode sees an op. Without them kernels are tried on tensors without memory, and count as failing from then on."""
 
 
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
@@ -591,12 +592,11 @@ def is_compiler_loaded() -> bool:
     return "torch._dynamo" in sys.modules
 
 
-def compile_backend(compiled: nn.Module) -> tuple[Callable[..., Any], nn.Module]:
+def compile_backend(compiled: Any) -> tuple[Callable[..., Any], nn.Module]:
     """Return the backend and the model behind what `torch.compile` made of it. Without it no compiled op can be named."""
     from torch._dynamo.eval_frame import innermost_backend
 
-    parts: Any = compiled
-    return innermost_backend(parts.dynamo_ctx.callback), parts._orig_mod
+    return innermost_backend(compiled.dynamo_ctx.callback), compiled._orig_mod
 
 
 def is_compiled(model: object) -> bool:

@@ -61,6 +61,31 @@ def test_a_function_mode_of_the_programs_own_that_passes_an_op_on_did_not_call_i
     assert frame is not None and source_line(frame).endswith("# the sick line")
 
 
+def test_a_function_mode_of_the_programs_own_sees_its_calls_and_none_of_the_tools() -> None:
+    class Counting(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            called.append(func)
+            return func(*args, **kwargs or {})
+
+    def step() -> list[Any]:
+        called.clear()
+        with Counting():
+            y = model(torch.ones(2, 4)).square().sum()
+            torch.autograd.backward(y)
+            optimizer.step()
+        return list(called)
+
+    called: list[Any] = []
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    alone = step()
+    with diagnose.trace(model):
+        step()
+        assert step() == alone
+
+
 COMPILED = """
 import sys, torch, mezzo
 from torch import nn

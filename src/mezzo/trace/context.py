@@ -6,8 +6,9 @@ import sys
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import cache
 from itertools import islice
 from traceback import walk_stack
 from typing import Any
@@ -26,6 +27,7 @@ from .._torch import (
     node_number,
     storage_id,
     without_dispatch_modes,
+    without_function_modes,
 )
 from ..formats import LOW_DTYPES
 from .frames import Owner, caller, locate
@@ -39,6 +41,7 @@ _FROM_NUMBERS = {"tensor": 0, "new_tensor": 1}
 _ZEROS = frozenset({"zero_", "_foreach_zero_"})
 _WRITES = frozenset({"fill_", "mul_", "__imul__", "__setitem__"})
 """Functions that set something to 0 where their last argument is."""
+_CLEARS = _ZEROS | _WRITES | {"__set__"}
 _SITES_KEPT = 400_000
 
 
@@ -71,12 +74,13 @@ class Names(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run a function under its own name."""
-        above, self.current = (self.current, self.assigned), public_name(getattr(func, "__name__", ""))
-        self.in_region = any(torch.is_autocast_enabled(device) for device in self._devices)
+        name = getattr(func, "__name__", "")
+        above, self.current = (self.current, self.assigned), public_name(name)
+        self.in_region = True in map(torch.is_autocast_enabled, self._devices)
         self.assigned = float(args[2]) if self.current == "setitem" and isinstance(args[2], int | float) else None
         if self.current in _READS and self.on_read is not None and args and isinstance(args[0], Tensor):
             self.on_read(args[0])
-        if _is_cleared_by(getattr(func, "__name__", ""), args):
+        if name in _CLEARS and _is_cleared_by(name, args):
             self.on_cleared(args[:1])
         if self.current == "backward":
             given = args[0] if isinstance(args[0], Tensor) else next(iter(args[0]))
@@ -97,6 +101,7 @@ def _is_cleared_by(name: str, args: tuple[Any, ...]) -> bool:
     return name in _ZEROS or (name in _WRITES and zero) or (name == "__set__" and args[1:] == (None,))
 
 
+@cache
 def public_name(name: str) -> str:
     """Return what a policy calls a torch function or operator.
 
@@ -305,9 +310,9 @@ class OpMode(DispatchMode):
     ) -> Any:
         """Hand one op to `run_op`, or run it unseen if it is the tool's own."""
         kwargs = kwargs or {}
-        if any(has_no_values(cls) for cls in types):
+        if any(map(has_no_values, types)):
             return func(*args, **kwargs)
-        if any(takes_itself_apart(cls) for cls in types):
+        if any(map(takes_itself_apart, types)):
             self.before_parts(func, args)
             return NotImplemented
         return self.run_op(func, args, kwargs)
@@ -325,9 +330,11 @@ class OpMode(DispatchMode):
         with self.alone(), torch.no_grad():
             yield
 
-    def alone(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def alone(self) -> Iterator[None]:
         """Keep ops of the tool itself from every mode: those of the program count its own."""
-        return without_dispatch_modes() if dispatch_modes() else nullcontext()
+        with without_function_modes(), without_dispatch_modes() if dispatch_modes() else nullcontext():
+            yield
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -123,7 +123,10 @@ def _first_caller(call: Any) -> Frame | None:
 
 def is_called_from(ending: str) -> bool:
     """Say whether a file whose path ends so is on the Python stack."""
-    return any(frame.f_code.co_filename.endswith(ending) for frame, _ in walk_stack(sys._getframe(1)))
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.endswith(ending):
+        frame = frame.f_back
+    return frame is not None
 
 
 def is_stepping(optimizer: torch.optim.Optimizer) -> bool:

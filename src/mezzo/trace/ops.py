@@ -43,6 +43,7 @@ FACTORS = frozenset({"linalg_cholesky", "linalg_inv", "linalg_lu_factor", "linal
 SOFTMAX_LIKE = frozenset({"softmax", "log_softmax", "logsumexp", "scaled_dot_product_attention"})
 
 
+@cache
 def plain_name(name: str) -> str:
     """Return an op's name as a reader knows it: no namespace, overload, underscore or backend.
 
@@ -58,6 +59,7 @@ def plain_name(name: str) -> str:
     return _RENAMED.get(name, name)
 
 
+@cache
 def node_op(node_name: str) -> str:
     """Return the plain name of the forward op an autograd node differentiates; a custom Function keeps its class name.
 

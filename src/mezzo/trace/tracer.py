@@ -204,12 +204,13 @@ class Trace:
         self._hook_gradients(*module.parameters(), *(t for _, t in self._context.modules.inputs))
 
     def _hook_gradients(self, *leaves: Tensor) -> None:
-        for leaf in leaves:
-            if leaf.requires_grad and leaf.is_leaf and id(leaf) not in self._hooked:
-                self._hooked[id(leaf)] = leaf
-                # the first for what torch.autograd.grad hands out, too
-                self._handles.append(leaf.register_hook(partial(self._on_flushed, leaf)))  # type: ignore[no-untyped-call]  # torch's own
-                self._handles.append(leaf.register_post_accumulate_grad_hook(self._on_gradient))  # type: ignore[no-untyped-call]  # torch's own
+        with self._collector.alone():
+            for leaf in leaves:
+                if id(leaf) not in self._hooked and leaf.requires_grad and leaf.is_leaf:
+                    self._hooked[id(leaf)] = leaf
+                    # the first for what torch.autograd.grad hands out, too
+                    self._handles.append(leaf.register_hook(partial(self._on_flushed, leaf)))  # type: ignore[no-untyped-call]  # torch's own
+                    self._handles.append(leaf.register_post_accumulate_grad_hook(self._on_gradient))  # type: ignore[no-untyped-call]  # torch's own
 
     def _on_flushed(self, parameter: Tensor, gradient: Tensor) -> None:
         """Take note of how much of a gradient 16 bit flushed, as backward hands it over or leaves it in `.grad`."""
