@@ -276,7 +276,7 @@ def test_a_loss_that_starts_at_nothing_may_grow() -> None:
 
 @pytest.mark.parametrize(
     ("alive", "steps", "is_told"),
-    [(10, 100, True), (10, 43, True), (10, 41, False), (80, 120, False), (96, 100, False)],
+    [(10, 60, True), (10, 43, True), (10, 41, False), (64, 96, False), (36, 40, False)],
 )
 @pytest.mark.parametrize("decay", [lambda part: max(0.0, 1 - part), lambda part: 1e-6**part])
 def test_a_schedule_that_ends_long_before_the_loop_is_told(

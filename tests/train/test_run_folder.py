@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import shutil
-import subprocess
 import sys
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tests.train.small import metrics, trained_in
 from mezzo.errors import CheckpointError, ConfigError
 from mezzo.train import Predictor, TrainConfig, run
 from mezzo.train.metrics import read_metrics
+from mezzo.train.train_result import RunFolder
 
 
 @pytest.fixture(scope="module")
@@ -155,18 +157,26 @@ def test_a_best_model_that_is_gone_is_told_before_training_goes_on(trained: Trai
     )
 
 
+def _hold(out: Path, is_held: Event, end: Event) -> None:
+    with RunFolder(out).held():
+        is_held.set()
+        end.wait(60)
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has other locks")
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_folder_takes_one_training_at_a_time(resume: bool, trained: TrainConfig, tmp_path: Path) -> None:
     out = tmp_path / "out"
     shutil.copytree(trained.out, out)
     config, before = trained.replace(out=out, resume=resume, overwrite=not resume), contents(out)
-    code = f"from pathlib import Path; from mezzo.train.train_result import RunFolder\nwith RunFolder(Path({str(out)!r})).held(): print('held', flush=True); input()"
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None and other.stdin is not None
-        assert other.stdout.readline() == b"held\n"
-        with pytest.raises(ConfigError, match=rf"another process is training into {out}\. Wait .* another --out"):
-            run(config)
-        assert contents(out) == before
-        other.communicate(b"\n")
-    assert run(config).best_step == run(trained.replace(out=tmp_path / "alone")).best_step
+    fork = multiprocessing.get_context("fork")
+    is_held, end = fork.Event(), fork.Event()
+    other = fork.Process(target=_hold, args=(out, is_held, end))
+    other.start()
+    assert is_held.wait(60)
+    with pytest.raises(ConfigError, match=rf"another process is training into {out}\. Wait .* another --out"):
+        run(config)
+    assert contents(out) == before
+    end.set()
+    other.join()
+    assert run(config).best_step == json.loads((trained.out / "result.json").read_text())["best_step"]
