@@ -393,3 +393,16 @@ def test_a_step_that_raises_leaves_a_report_of_those_after_it() -> None:
             other.step()
             other.zero_grad()
     assert (t.report.answer, t.report.record.updates) == ("healthy", 10)
+
+
+@pytest.mark.parametrize("optimize", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_scaler_that_is_off_gives_a_weight_of_the_loss_no_scale(optimize: type[torch.optim.Optimizer]) -> None:
+    model, scaler = nn.Linear(4, 4), torch.amp.GradScaler("cpu", enabled=False)
+    optimizer = optimize(model.parameters(), lr=1e-6, weight_decay=0.1)  # type: ignore[call-arg]  # torch's base class has neither
+    with diagnose.trace() as t:
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale(1024 * model(torch.ones(2, 4)).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert t.report.answer == "healthy" and t.report.findings == ()

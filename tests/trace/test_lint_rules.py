@@ -12,6 +12,7 @@ import torch
 from tests.pairwise import pairwise
 from torch import Tensor
 
+import mezzo
 import mezzo.diagnose as diagnose
 from mezzo.formats import format_of
 from mezzo.trace import Trace, explain_lint
@@ -252,3 +253,51 @@ def test_lint_says_how_far_a_sum_of_a_forward_is_off() -> None:
 
     said = str(diagnose.lint(Adds(4, 4), torch.randn(8, 4), policy="bf16"))
     assert "half-accumulator" in said and "terms" in said and "% off by now" in said
+
+
+def added_up_by_index(times: int) -> None:
+    torch.zeros(1, dtype=BF16).index_put_((torch.zeros(times, dtype=torch.long),), torch.ones(times, dtype=BF16), True)
+
+
+def rows_of_a_table(times: int) -> None:
+    torch.nn.Embedding(2, 4, dtype=BF16)(torch.zeros(times, dtype=torch.long)).float().sum().backward()
+
+
+def rows_of_a_tensor(times: int) -> None:
+    torch.ones(2, 4, dtype=BF16, requires_grad=True)[torch.zeros(times, dtype=torch.long)].float().sum().backward()
+
+
+@pytest.mark.parametrize("build", [added_up_by_index, rows_of_a_table, rows_of_a_tensor])
+def test_what_one_op_adds_up_by_index_is_told_where_it_stops_counting(build: Callable[[int], None]) -> None:
+    assert rules(lambda: build(256)) == []
+    with Trace(None) as t:
+        build(1000)
+    [found] = t.report.record.lints
+    said = explain_lint(found)
+    assert found.rule == "half-accumulator" and "adds up, 74% off, is kept in bf16" in said.why
+    assert "add it up in fp32, of x.float()" in said.advice
+
+
+@pytest.mark.parametrize("policy", ["bf16-master", "bf16-master, grads=fp32"])
+@pytest.mark.parametrize("is_many", [True, False])
+def test_gradients_of_many_passes_added_up_in_16_bit_are_told_and_the_edit_that_is_told_keeps_them(
+    policy: str, is_many: bool
+) -> None:
+    model, count = torch.nn.Linear(8, 4), 400 if is_many else 32
+    amp = mezzo.prepare(model, mezzo.optim.SGD(model.parameters(), lr=0.1), policy=policy)
+    x, y = torch.randn(8, 8), torch.randint(4, (8,))
+    amp.backward(torch.nn.functional.cross_entropy(model(x), y))
+    norm = float(amp.grad_norm())
+    amp.zero_grad()
+    with Trace(None) as t:
+        for _ in range(count):
+            amp.backward(torch.nn.functional.cross_entropy(model(x), y) / count)
+        amp.zero_grad()
+        for _ in range(2):  # a sum that was cleared starts anew
+            amp.backward(torch.nn.functional.cross_entropy(model(x), y) / 2)
+    loses = is_many and "grads" not in policy
+    assert [x.rule for x in t.report.record.lints] == ["half-accumulator"] * loses
+    assert float(amp.step().grad_norm) == pytest.approx(norm, rel=0.02)
+    if loses:
+        said = explain_lint(t.report.record.lints[0])
+        assert "gradients of" in said.why and "backward passes" in said.why and "grads=fp32" in said.advice

@@ -35,6 +35,8 @@ _MOST = 64
 """Lints of one rule that are kept."""
 _LOOKED_AT = 16
 """Additions by one line to one sum from one look at what it lost to the next."""
+_SUMS_BY_INDEX = frozenset({"index_add", "scatter_add", "scatter_reduce", "index_put", "embedding_dense_backward"})
+"""Ops that add up what has one index, one number after another: counts, messages to a node, the gradient of a row that is read often."""
 _LOST = 2.0**-4
 """Share of a sum, at its largest, by which it is off: rounding that goes either way leaves less of hundreds of additions."""
 
@@ -93,7 +95,8 @@ class LintWatch:
 
     def see(self, call: Call, site: Site, name_of: Callable[[Tensor], str], reference: ReferencePath) -> None:
         """Take in one op, given what tensors are called and would hold without rounding. Syncs: yes, at the ops it judges."""
-        if call.facts.name == "mul" and not site.root and not self._has_scaler:
+        # a scaler that is off multiplies nothing, but runs the step of an optimizer that does
+        if call.facts.name == "mul" and not site.root and site.phase == "forward" and not self._has_scaler:
             self._has_scaler = is_called_from(_SCALER)
             self._is_scaled = self._is_scaled or self._has_scaler or is_called_from(_OWN_SCALER)
         if call.facts.name == "to" and call.inputs and not call.out and call.returned.dtype is not torch.bool:
@@ -106,7 +109,10 @@ class LintWatch:
             self._integers(call, site, low)
             self._squares(call, site, low)
             self._accumulator(call, site, low, name_of)
+        if site.phase == "forward" or site.op == "AccumulateGrad":
             self._running_sum(call, site, low)
+        if call.facts.name in _SUMS_BY_INDEX:
+            self._sum_by_index(call, site, low)
         if site.phase != "backward":
             self._constant(call, site, low)
 
@@ -175,10 +181,11 @@ class LintWatch:
     def _running_sum(self, call: Call, site: Site, low: Tensor) -> None:
         """Follow what a line adds up in 16 bit, and compare it with the same sum in fp32. Syncs: at every 16th addition."""
         if call.facts.name not in ("add", "sub"):
-            if call.facts.writes:
-                self._sums.forget(low)
+            for tensor in call.out if call.facts.writes else ():
+                self._sums.forget(tensor)
             return
-        line = str(site.frame)
+        is_gradient = site.op == "AccumulateGrad"
+        line = site.op if is_gradient else str(site.frame)
         given = [t for _, t in call.inputs if t.shape == low.shape and t.dtype is low.dtype]
         sums = ((t, self._sums.get(call.original(t))) for t in given)
         state, found = next(((t, s) for t, s in sums if s is not None and s.line == line), (low, None))
@@ -190,10 +197,25 @@ class LintWatch:
         top = top if found.top is None else torch.maximum(top, found.top)
         off = float((low.detach().float() - wide).norm()) if count % _LOOKED_AT == 0 else 0.0
         if off and 0 < _LOST * float(top) < off < math.inf:
-            what = f"a sum of {count} terms, {off / float(top):.0%} off by now,"
+            terms = f"gradients of {count} backward passes" if is_gradient else f"{count} terms"
+            what = f"a sum of {terms}, {off / float(top):.0%} off by now,"
             self.add("half-accumulator", site, low.dtype, what, float(count), call.facts.kernel)
         self._sums.forget(call.original(state))
         self._sums.note(low, _RunningSum(line, count, wide, top))
+
+    def _sum_by_index(self, call: Call, site: Site, low: Tensor) -> None:
+        """Compare what one op adds up by index in 16 bit with the same in fp32. Syncs: yes."""
+        wide = rerun_wide(call, torch.float32)
+        off, top = (float((low.detach().float() - wide[0]).norm()), float(wide[0].norm())) if wide else (0.0, 0.0)
+        if 0 < _LOST * top < off < math.inf:
+            self.add(
+                "half-accumulator",
+                site,
+                low.dtype,
+                f"what {call.facts.name} adds up, {off / top:.0%} off,",
+                off,
+                call.facts.kernel,
+            )
 
     def end_step(self) -> None:
         """Let go of sums that are no more. Host only."""
@@ -302,7 +324,11 @@ _TEXTS: dict[str, Callable[[Lint], tuple[str, str]]] = {
     ),
     "half-accumulator": lambda x: (
         f"{x.what} is kept in {x.dtype}: additions smaller than half its spacing are lost (1000 ones sum to 256 in bf16).",
-        "keep it in fp32: total = torch.zeros((), dtype=torch.float32), or module.buffer = module.buffer.float().",
+        "add gradients up in fp32: grads=fp32 in the policy that mezzo.prepare is given; or keep the weights in fp32."
+        if "backward passes" in x.what
+        else "add it up in fp32, of x.float(), or keep the weights that it belongs to in fp32."
+        if x.what.startswith("what ")
+        else "keep it in fp32: total = torch.zeros((), dtype=torch.float32), or module.buffer = module.buffer.float().",
     ),
     "backward-in-region": lambda x: (
         "backward runs inside the autocast region, so ops of its own (penalties, custom Functions) are cast again.",
