@@ -85,6 +85,8 @@ class IdleSteps:
         self._steps: dict[torch.optim.Optimizer, tuple[Site, int]] = {}
         self._brought: Counter[int] = Counter()
         self._had: set[int] = set()
+        self._by_hand: Counter[torch.optim.Optimizer] = Counter()
+        self._seen: dict[int, set[tuple[int, float]]] = {}
         self._rates: dict[torch.optim.Optimizer, float] = {}
         self._still: Counter[torch.optim.Optimizer] = Counter()
 
@@ -96,6 +98,8 @@ class IdleSteps:
         """Take note of a gradient, its largest magnitude, and the op that made it 0 throughout. Syncs: no."""
         self._zeroed_at[id(parameter)] = zeroed_at
         self._brought[id(parameter)] += 1
+        if (value := plain(parameter)) is not None:  # what is written through .data counts no version
+            self._seen.setdefault(id(parameter), set()).add((version(parameter), rms(value, is_finite=False)))
         self._tops[id(parameter)] = top
         if top:
             self._events += 1
@@ -138,6 +142,7 @@ class IdleSteps:
         grads = {id(p): plain(p.grad) for p in parameters(optimizer) if p.grad is not None}
         found = list(grads.values())
         self._had |= grads.keys()
+        self._by_hand[optimizer] += bool(grads) and not arrived
         is_empty = not has_closure and not any(g is None or amax(g) for g in found)
         self._is_cleared = False
         if is_empty:  # None where it cannot be told: nothing arrived
@@ -240,7 +245,13 @@ class IdleSteps:
         params = {o: set(map(id, parameters(o))) for o in self._steps}
         held, least = set().union(*params.values()), _LEAST["no-gradients"]
         left = [name for key, name in named.items() if key not in held and self._brought[key] >= least]
+        is_moved = any(len(self._seen.get(key, ())) > 1 for key in named)
         for optimizer, (site, steps) in self._steps.items() if left else ():
+            # of the first step they count as arrived, since nobody looked at them before
+            is_by_hand = self._by_hand[optimizer] >= least - 1 and params[optimizer] <= self._had
+            if is_by_hand and not is_moved:
+                what = f"the parameters of {type(optimizer).__name__} had a gradient of backward, while {listed(left)}, which had, never changed,"
+                lints.add("no-gradients", site, torch.float32, what, steps)
             gone = params[optimizer] - named.keys() - self._had
             if gone and steps >= least and params[optimizer] & named.keys() & self._had:
                 what = f"the {len(gone)} parameters of {type(optimizer).__name__} that are in no module, while no optimizer holds {listed(left)},"

@@ -367,8 +367,10 @@ _TEXTS: dict[str, Callable[[Lint], tuple[str, str]]] = {
         "let gradients pass, as a straight-through estimator does: x + (f(x) - x).detach(); or keep its argument where it has a slope, and factors and first weights from 0.",
     ),
     "no-gradients": lambda x: (
-        f"none of {x.what} had a gradient in any of its {number(x.value)} steps: it steps others than the loss is computed from.",
-        "make the optimizer when the model is complete, or add what was replaced since: optimizer.add_param_group.",
+        f"none of {x.what} {'' if 'never changed' in x.what else 'had a gradient '}in any of its {number(x.value)} steps: it steps others than the loss is computed from.",
+        "copy what was stepped back into the weights after each step: p.copy_(master); or let mezzo.prepare keep the masters."
+        if "never changed" in x.what
+        else "make the optimizer when the model is complete, or add what was replaced since: optimizer.add_param_group.",
     ),
     "exploding-step": lambda x: (
         f"{x.what} made its weights {number(x.value)} times as large: root mean square.",
