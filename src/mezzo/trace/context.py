@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._torch import (
     DispatchMode,
+    HigherOrderOperator,
     OpOverload,
     autograd_node,
     dispatch_modes,
@@ -38,6 +39,7 @@ from .records import Phase, Site
 _OPERATORS = {"truediv": "div", "floordiv": "floor_divide", "invert": "bitwise_not"}
 _READS = frozenset({"numpy", "tolist", "array"})
 _FROM_NUMBERS = {"tensor": 0, "new_tensor": 1}
+_LOOPS = frozenset({"while_loop", "map_impl", "associative_scan", "flex_attention"})
 _ZEROS = frozenset({"zero_", "_foreach_zero_"})
 _WRITES = frozenset({"fill_", "mul_", "__imul__", "__setitem__"})
 """Functions that set something to 0 where their last argument is."""
@@ -87,6 +89,9 @@ class Names(TorchFunctionMode):
             device = given.device.type
             self.backward_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         try:
+            if isinstance(func, HigherOrderOperator) and (calls := _plain_control_flow(func)) is not None:
+                with self:  # which sees the functions that are called
+                    return calls(*args, **(kwargs or {}))
             made = func(*args, **(kwargs or {}))
             given = _FROM_NUMBERS.get(self.current, len(args))
             if given < len(args) and made.dtype in LOW_DTYPES:
@@ -94,6 +99,21 @@ class Names(TorchFunctionMode):
             return made
         finally:
             (self.current, self.assigned), self.backward_dtype = above, None
+
+
+def _plain_control_flow(op: HigherOrderOperator) -> Callable[..., Any] | None:
+    """Return what a control-flow op computes, as calls of its functions; None for other ops.
+
+    Uncompiled, these ops refuse dispatch modes, and a weight that a branch reads from outside gets no gradient.
+    """
+    name = op.name()  # type: ignore[no-untyped-call]  # torch's own
+    if name == "cond":
+        return lambda holds, yes, no, operands: (yes if holds else no)(*operands)
+    if name == "scan":
+        generic_scan = sys.modules[type(op).__module__].generic_scan
+        return lambda combine, carry, xs, inputs: generic_scan(combine, carry, xs, additional_inputs=inputs)
+    kernels = op.py_kernels if name in _LOOPS else {}
+    return next((kernel for key, kernel in kernels.items() if key.name == "CompositeExplicitAutograd"), None)
 
 
 def _is_cleared_by(name: str, args: tuple[Any, ...]) -> bool:
