@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mezzo import diagnose
 from mezzo.trace.context import OpMode, TraceContext, public_name
 from mezzo.trace.records import Site
 
@@ -90,3 +92,20 @@ def test_parameters_of_optimizers_alone_are_named_by_their_place() -> None:
 @pytest.mark.parametrize("name", ["add", "mul", "truediv", "floordiv", "matmul", "pow"])
 def test_an_operator_has_one_name_whichever_side_asks(name: str) -> None:
     assert public_name(f"__{name}__") == public_name(f"__r{name}__") == public_name(f"__i{name}__")
+
+
+def test_a_step_that_raises_leaves_a_report_of_those_after_it() -> None:
+    class Raising(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            raise RuntimeError("not today")
+
+    model = nn.Linear(4, 1)
+    raising, other = (kind(model.parameters(), lr=0.1) for kind in (Raising, torch.optim.SGD))
+    with diagnose.trace(model) as t:
+        for _ in range(10):
+            model(torch.ones(2, 4)).square().mean().backward()
+            with contextlib.suppress(RuntimeError):
+                raising.step()
+            other.step()
+            other.zero_grad()
+    assert (t.report.answer, t.report.record.updates) == ("healthy", 10)
