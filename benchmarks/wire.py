@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mezzo
 from mezzo.distributed import comm_stats
-from mezzo.distributed.fp8_blocks import Fp8Blocks
+from mezzo.distributed.wide_sum import Fp8Blocks
 
 STEPS = 50
 

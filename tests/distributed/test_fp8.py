@@ -15,7 +15,7 @@ import mezzo
 from mezzo import Policy
 from mezzo.distributed import fully_shard
 from mezzo.distributed.ddp import comm_stats, connect
-from mezzo.distributed.fp8_blocks import BLOCK, Fp8Blocks, decode, encode
+from mezzo.distributed.wide_sum import BLOCK, Fp8Blocks, decode, encode
 from mezzo.errors import PolicyError
 
 SCALES = [2.0**-120, 1e-30, 1e-3, 1.0, 447.9, 448.0, 448.1, 1e30]

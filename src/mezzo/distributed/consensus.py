@@ -40,8 +40,6 @@ class RankConsensus:
 
     Attributes:
         group: of ranks; its `timeout` may be written.
-        every: as given.
-        wrapper: as given, or as found.
         num_steps: taken so far.
         has_parts: whether the ranks hold different parts of a model, as the stages of a pipeline do, and not copies.
         num_copies: how many ranks of the group hold each part.

@@ -26,7 +26,7 @@ from ..policy import Policy, PolicyLike, as_policy, names_around
 from .group import Group, all_gather_rows, is_running
 from .rank_consistency import digest, refuse_setup
 from .shard_plan import ParamDtypes, ShardPlan, param_dtypes, plan_shards, precision_of
-from .wide_sum import WideReduceScatter, WideReplicas
+from .wide_sum import ShardCollective, WideReduceScatter, WideReplicas
 from .wrapper import UNKNOWN, Wrapper, holding
 
 if TYPE_CHECKING:
@@ -103,12 +103,8 @@ def _compare(model: nn.Module, policy: Policy, plan: ShardPlan) -> None:
         refuse_setup(group, "fully_shard goes by", lines, hint)
 
 
-class WatchedGather:
-    """What torch's `fully_shard` calls to gather shards, whose error names the rank that is lost."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for what is gathered. Syncs: no."""
-        return torch.empty(*size, dtype=dtype, device=device)
+class WatchedGather(ShardCollective):
+    """In place of the gathering of shards; its error names the rank that is lost."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False

@@ -16,9 +16,8 @@ from .._torch import view_base
 from ..errors import DistributedError
 from ..formats import FP8, LOW_DTYPES
 from ..stamp import Stamp, version_of
-from .fp8_blocks import Fp8Blocks, num_packed
 from .group import Group
-from .wide_sum import WideSum
+from .wide_sum import Fp8Blocks, WideSum, num_packed
 
 if TYPE_CHECKING:
     from .._torch import GradBucket
