@@ -1,7 +1,7 @@
 """A step's decision on CUDA: one launch, and one for the loss scale; the folder and `next_state` define them."""
 
 import functools
-from typing import Any, Protocol
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -82,18 +82,10 @@ def move_scale_kernel(
         tl.store(p_row, row)
 
 
-class MovedScale(Protocol):
-    """A loss scale and its counters: `loss_scale.LossScale`, on a device."""
-
-    scale: Any
-    growth_tracker: Any
-    skipped_in_a_row: Any
-
-
-def move_scale_(vector: Tensor, state: MovedScale, *numbers: float, dynamic: bool) -> None:
+def move_scale_(vector: Tensor, state: Any, *numbers: float, dynamic: bool) -> None:
     """Move the loss scale after a step, in one launch; bit for bit `loss_scale.next_state`.
 
-    Of `state` each has shape (), fp32 or int32. `numbers` are the factors of growth and of backoff, floor, ceiling, clean steps before
+    Of `state`, a `loss_scale.LossScale`, each has shape (), fp32 or int32. `numbers` are the factors of growth and of backoff, floor, ceiling, clean steps before
     growth, skipped steps before backoff; a scale that is not dynamic has its steps counted alone.
 
     Writes: `state`; nothing after a bad loss, or bad buffers beside good gradients. Syncs: no.

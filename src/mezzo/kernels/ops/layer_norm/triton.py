@@ -16,12 +16,13 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...._torch import is_unwatched
 from ....formats import LOW_DTYPES
 from ...backends.triton import start
 from ...backends.triton.tiles import narrow
+from ...dtensor import PLAIN
 from ...operands import FORMATS
 from .. import layer_norm as reference
 
@@ -175,11 +176,7 @@ def fits(x: Tensor, shape: list[int], *weights: Tensor | None) -> bool:
         return False
     if any([list(one.shape) != shape or not one.is_contiguous() or one.device != x.device for one in given]):
         return False
-    return not any([_is_made_of_others(one) for one in (x, *given)])
-
-
-def _is_made_of_others(tensor: Tensor) -> bool:
-    return type(tensor) not in (Tensor, nn.Parameter) and hasattr(tensor, "__tensor_flatten__")
+    return not any([type(one) not in PLAIN and hasattr(one, "__tensor_flatten__") for one in (x, *given)])
 
 
 def forward(
