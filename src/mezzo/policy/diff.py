@@ -9,7 +9,7 @@ from itertools import zip_longest
 from .fields import PolicyFields, ScalingConfig
 from .kinds import kinds
 from .spelling import FIELDS, spell, write_module_rule, write_op_rule
-from .text import written
+from .text import config_edits, written
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +73,7 @@ def diff(left: PolicyFields, right: PolicyFields) -> PolicyDiff:
 def _scaling(config: ScalingConfig | None) -> str:
     if config is None:
         return "none"
-    changes = _config_changes("scaling", ScalingConfig(), config)
-    edits = [f"{change.what}={change.right}" for change in changes if change.left != change.right]
-    return ", ".join(["dynamic", *edits])
+    return ", ".join(["dynamic", *config_edits("scaling", config, ScalingConfig()).values()])
 
 
 def _config_changes(name: str, left: object, right: object) -> list[Change]:

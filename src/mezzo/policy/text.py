@@ -189,7 +189,7 @@ def _against(policy: PolicyFields, name: str) -> Written:
     for i, module_rule in enumerate(policy.modules[kept:], kept):
         edits["module", i] = spelling.write_module_rule(module_rule)
     edits.update(_scaling_edits(policy.scaling, preset.scaling))
-    edits.update(_config_edits("guard", policy.guard, preset.guard))
+    edits.update(config_edits("guard", policy.guard, preset.guard))
     return Written(preset=name, edits=edits)
 
 
@@ -201,11 +201,12 @@ def _scaling_edits(scaling: ScalingConfig | None, preset: ScalingConfig | None) 
     if not scaling.dynamic:
         fixed = ScalingConfig.fixed(scaling.init_scale)
         word = f"scaling={spelling.spell('init_scale', scaling.init_scale)}"
-        return {("scaling", 0): word, **_config_edits("scaling", scaling, fixed)}
-    return _config_edits("scaling", scaling, preset or ScalingConfig()) or {("scaling", 0): "scaling=dynamic"}
+        return {("scaling", 0): word, **config_edits("scaling", scaling, fixed)}
+    return config_edits("scaling", scaling, preset or ScalingConfig()) or {("scaling", 0): "scaling=dynamic"}
 
 
-def _config_edits(name: str, config: object, base: object) -> dict[Setting, str]:
+def config_edits(name: str, config: object, base: object) -> dict[Setting, str]:
+    """Return the edits that make one config of another, by what they set. Host only."""
     changed = [field for field in kinds(type(base)) if getattr(config, field) != getattr(base, field)]
     words = {f"{name}.{field}": spelling.spell(field, getattr(config, field)) for field in changed}
     return {(key, 0): f"{key}={word}" for key, word in words.items()}
