@@ -91,11 +91,6 @@ class _Graph:
 class CapturedStep(Generic[P, R]):
     """A function that takes one step, run at first and then replayed; made by `Stepper.capture`.
 
-    Args:
-        function: see there.
-        engine: of the stepper.
-        is_observed: whether somebody observes the steps.
-
     Attributes:
         result: of the last call; None before the first.
         num_replayed: calls that were replays; the others ran the function.

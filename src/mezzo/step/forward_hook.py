@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._torch import active_ddp, constant_when_compiled, own_modules
-from ..binding import AfterForward, BeforeForward
+from .._torch import active_ddp, own_modules
+from ..binding import AfterForward
 from ..distributed import is_running
 from ..errors import PolicyError, StepError
 from ..formats import LOW_DTYPES
@@ -95,27 +95,14 @@ class ForwardHook:
         return children + [len(params) if hasattr(params, "__len__") else -1 for params in held]
 
 
-def weakly(hook: ForwardHook) -> BeforeForward:
-    """Return a hook as the model may hold it: without keeping it, and with it the model, alive."""
+def weakly(hook: ForwardHook, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of a hook as the model may hold it: without keeping the hook, and with it the model, alive."""
     reference = weakref.ref(hook)
 
-    def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AfterForward | None:
-        alive = reference()
-        return None if alive is None else alive(module, args, kwargs)
+    def call(*args: Any) -> Any:
+        return None if (alive := reference()) is None else method(alive, *args)
 
-    return before_forward
-
-
-def before_trace(hook: ForwardHook) -> Callable[[], None]:
-    """Return what a compiler calls of a hook, outside its graph, where it traces the model. It does not keep the hook alive."""
-    reference = weakref.ref(hook)
-
-    @constant_when_compiled
-    def apply_changes() -> None:
-        if (alive := reference()) is not None:
-            alive.apply_changes_traced()
-
-    return apply_changes
+    return call
 
 
 def _call_both(first: AfterForward, second: AfterForward, output: object) -> None:

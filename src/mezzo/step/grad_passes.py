@@ -8,7 +8,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -180,13 +180,15 @@ class GradStats:
         norms: of each optimizer's gradients, each of shape (number of gradients,), fp32, or as many numbers: the norm of each.
         counts: as `norms`, int64: inf and NaN in each, where they were counted in the step.
         stamps: of each gradient as it was, by the parameter's id.
+        known: what `nonfinite` returns, of a result that was copied or sent to another process, without the gradients.
     """
 
-    params: Sequence[Tensor]
-    names: Mapping[Tensor, str]
-    norms: Sequence[Tensor | array[float]]
-    counts: Sequence[Tensor] | None
-    stamps: Mapping[int, Stamp]
+    params: Sequence[Tensor] = ()
+    names: Mapping[Tensor, str] = field(default_factory=dict)
+    norms: Sequence[Tensor | array[float]] = ()
+    counts: Sequence[Tensor] | None = None
+    stamps: Mapping[int, Stamp] = field(default_factory=dict)
+    known: dict[str, int | None] | None = None
 
     def replayed(self) -> GradStats:
         """Return those of a replay that was just queued; the next one overwrites them. Syncs: no."""
@@ -197,6 +199,8 @@ class GradStats:
 
         That stands where the gradient was gone, or written, before anybody asked.
         """
+        if self.known is not None:
+            return self.known
         bad = [not math.isfinite(norm) for norms in self.norms for norm in norms.tolist()]
         counts = None if self.counts is None else [count for counts in self.counts for count in counts.tolist()]
         found = [(index, p) for index, p in enumerate(self.params) if bad[index]]
@@ -215,17 +219,3 @@ class GradStats:
         # Of a sharded gradient the part here: one rank may ask alone, so nobody waits for the others.
         values = grad.coalesce().values() if grad.is_sparse else local(grad)
         return int((~values.isfinite()).sum())
-
-
-class KnownStats(GradStats):
-    """What is known of the gradients behind a result that was copied or sent to another process."""
-
-    __slots__ = ("_known",)
-
-    def __init__(self, known: dict[str, int | None]) -> None:
-        super().__init__(params=(), names={}, norms=(), counts=None, stamps={})
-        self._known = known
-
-    def nonfinite(self) -> dict[str, int | None]:
-        """Return them as they were found. Host only."""
-        return self._known

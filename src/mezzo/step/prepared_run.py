@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .._torch import constant_when_compiled
 from ..binding import BeforeForward, Binding, innermost
 from ..distributed import RankConsensus
 from ..errors import StepError, StepTypeError, as_flag, plural
@@ -21,7 +22,7 @@ from ..policy import Policy
 from . import state_dict as checkpoint
 from .engine import Engine
 from .foreign_scaler import AverageByHand, is_call, warn_of_average
-from .forward_hook import ForwardHook, before_trace, weakly
+from .forward_hook import ForwardHook, weakly
 from .guard import Counters
 from .loading import MastersFollow, load_run_
 from .recovery import check_demotion
@@ -51,8 +52,10 @@ class PreparedRun:
         self._engine = Engine(model, self.optimizers, binding, was, skip, follow.news)
         self._was, self._masters_follow = was, follow
         self._forward_hook = ForwardHook(self._engine, follow)
-        binding.before_forward, binding.owner = weakly(self._forward_hook), weakref.ref(self)
-        binding.before_trace = before_trace(self._forward_hook)
+        binding.before_forward = weakly(self._forward_hook, ForwardHook.__call__)
+        # A compiler calls it outside of its graph.
+        binding.before_trace = constant_when_compiled(weakly(self._forward_hook, ForwardHook.apply_changes_traced))
+        binding.owner = weakref.ref(self)
         for optimizer in self.optimizers:
             forbid_direct_steps(optimizer, self._engine, self)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -22,13 +22,6 @@ from ..optim import MasterWeights, parameters
 from ..policy import Policy
 
 _COLUMNS = ("", "declared", "observed", "bytes")
-
-
-def html_table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table as a notebook shows it."""
-    head = "".join(f"<th>{escape(name)}</th>" for name in columns)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<table><caption>{escape(caption)}</caption><tr>{head}</tr>{body}</table>"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +81,9 @@ class StateReport:
             yield row.what, row.declared, observed + mark, str(row.nbytes) if row.nbytes else ""
 
     def _repr_html_(self) -> str:
-        return html_table(f"{self.policy}: {self._total}", _COLUMNS, self._cells())
+        head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
+        body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in self._cells())
+        return f"<table><caption>{escape(f'{self.policy}: {self._total}')}</caption><tr>{head}</tr>{body}</table>"
 
     def __str__(self) -> str:
         from ..report import table_text

@@ -17,7 +17,7 @@ from ..kernels import choose, constant, decision_slots, move, norm_and_finite, n
 from ..loss_scale import AccumulationState, Flag, either, host_decides, is_bad, without
 from ..read_only import read_only
 from .combine import Findings, combine
-from .grad_passes import GradStats, KnownStats
+from .grad_passes import GradStats
 from .gradients import OptimizerGrads
 
 Skip = Literal["together", "independent"]
@@ -328,7 +328,7 @@ class StepResult:
         """Return what a copy, or another process, gets: what is known, without the gradients behind it. Syncs: yes."""
         flags = self.flags()
         flags = replace(flags, grad_norm=self.grad_norm, norms=tuple(map(float, flags.norms)))
-        return StepResult, (flags, KnownStats(dict(self.nonfinite)), max(self.skipped_in_a_row - 1, 0))
+        return StepResult, (flags, GradStats(known=dict(self.nonfinite)), max(self.skipped_in_a_row - 1, 0))
 
     def __repr__(self) -> str:
         flags = self.flags()
