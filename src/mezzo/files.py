@@ -41,9 +41,8 @@ def _why_no_name(path: Path) -> str:
         return "it holds half of a character"
     if "\0" in str(path):
         return "it holds a NUL character"
-    return (
-        f"a part of it has {longest} bytes, and no name has more than {LONGEST_NAME}" if longest > LONGEST_NAME else ""
-    )
+    is_long = longest > LONGEST_NAME
+    return f"a part of it has {longest} bytes, and no name has more than {LONGEST_NAME}" if is_long else ""
 
 
 def check_writable(option: str, path: Path) -> None:

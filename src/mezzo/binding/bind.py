@@ -186,9 +186,7 @@ def _holds(value: Any, forward: object, depth: int) -> bool:
 
 def remember(model: nn.Module) -> Callable[[], None]:
     """Return a function that gives the modules of a model back class, forward and record as they are now. Host only."""
-    kept = [
-        (m, type(m), type(m).__bases__, {k: v for k, v in vars(m).items() if k in _WRITTEN}) for m in model.modules()
-    ]
+    kept = [(m, type(m), type(m).__bases__, {k: vars(m)[k] for k in _WRITTEN if k in vars(m)}) for m in model.modules()]
 
     def put_back() -> None:
         for module, cls, bases, written in kept:

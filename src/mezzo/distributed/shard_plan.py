@@ -216,11 +216,9 @@ def _groups(unit: str, owners: Sequence[_OwningModule]) -> list[ShardGroup]:
     rest = _way_of_unit(unit, owners)
     lists: dict[ParamDtypes, list[_OwningModule]] = {}
     for owner in owners:
-        joins = (
-            owner.is_pinned or owner.param_dtypes == rest or (owner.is_product and owner.param_dtypes.as_stored == rest)
-        )
-        if not joins:
-            lists.setdefault(owner.param_dtypes, []).append(owner)
+        way = owner.param_dtypes
+        if not (owner.is_pinned or way == rest or (owner.is_product and way.as_stored == rest)):
+            lists.setdefault(way, []).append(owner)
     groups = []
     for way, members in lists.items():
         names, size = tuple(owner.name for owner in members), sum(owner.num_parameters for owner in members)

@@ -85,9 +85,8 @@ def take_master_(param: Tensor, entry: Mapping[str, Tensor], mode: Master) -> tu
         aux = local(entry[AUX_STATE[saved]].to(param.device))
         low = {"split": torch.bfloat16, "kahan": aux.dtype}.get(saved, param.dtype)
         master = read_master(saved, local(param.detach()).to(low), aux) if saved != "fp32" else aux
-        clause = (
-            f"{saved} masters to {mode if param.dtype in LOW_DTYPES else 'fp32 weights'}, {_LOSS.get(mode, 'exactly')}"
-        )
+        target = mode if param.dtype in LOW_DTYPES else "fp32 weights"
+        clause = f"{saved} masters to {target}, {_LOSS.get(mode, 'exactly')}"
     weight, aux_state = store_master(mode, master, param.dtype, None)
     with torch.no_grad():
         local(param).copy_(weight)

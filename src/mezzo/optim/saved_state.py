@@ -18,11 +18,9 @@ from ..kernels import AUX_STATE, local, misplaced
 from ..loss_scale import parameters
 from .checks import HOW, is_seed
 
-MOMENTS = frozenset(
-    ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta")
-)
+MOMENTS = frozenset("exp_avg exp_avg_sq max_exp_avg_sq exp_inf momentum_buffer square_avg grad_avg acc_delta".split())
 """State of torch's optimizers that a step turns into weights; what others keep may start at inf."""
-SQUARES = frozenset(("exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum"))
+SQUARES = frozenset("exp_avg_sq max_exp_avg_sq exp_inf square_avg acc_delta sum".split())
 """State whose root a step divides by."""
 _COUNTS = frozenset(("step", "mu_product", "eta", "mu"))
 """State of torch's optimizers that is one number a parameter."""

@@ -81,9 +81,8 @@ def why(
     else:
         check_op(op)
         reasons, precision = _op_reasons(scope, op, device)
-    where = (
-        f"a module of class {names[0]}" if module is None and names else "the root module" if module == "" else module
-    )
+    named = "the root module" if module == "" else module
+    where = f"a module of class {names[0]}" if module is None and names else named
     place = " in ".join(word for word in (op, where) if word is not None)
     return Why(
         asked=f"{place or 'code outside modules with a rule'} on {device.type}",

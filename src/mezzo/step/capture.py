@@ -156,11 +156,8 @@ class CapturedStep(Generic[P, R]):
         given = [_own(leaf, self._device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         own_args, own_kwargs = spec.unflatten(given)
         graph, tables = new_graph(self._device), GraphTables(self._device, 2 * self._room)
-        watched, host, before = (
-            capture_rules.watched_values(engine),
-            capture_rules.host_values(engine),
-            engine.num_steps,
-        )
+        watched, host = capture_rules.watched_values(engine), capture_rules.host_values(engine)
+        before = engine.num_steps
         _drop_casts(engine)
         try:
             with self._stream, _recording(graph, self._device), tables.capturing(), _unnoted(engine), spared_host():

@@ -147,12 +147,8 @@ def prepare(
         undo.callback(follow.remove)
         undo.callback(disconnect, inner)
         stepper = Stepper(model, optimizers, binding, was, follow, skip=skip)
-        stored = (
-            f"; {len(converted)} of its parameters now have another dtype: amp.report() shows which"
-            if converted
-            else ""
-        )
-        _log.info("prepared %s: %s%s", type(model).__name__, resolved, stored)
+        stored = f"; {len(converted)} of its parameters now have another dtype: amp.report() shows which"
+        _log.info("prepared %s: %s%s", type(model).__name__, resolved, stored if converted else "")
         if optimizers and resolved.params in LOW_DTYPES:
             warn_of_earlier(inner, resolved.params)
         if optimizers and device.type == "cpu":

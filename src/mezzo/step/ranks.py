@@ -106,10 +106,9 @@ def _lines(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Iterator[str]:
 def _is_stage(model: nn.Module) -> bool:
     """Whether a stage of torch's pipelines over several ranks holds a model, or a part of it. Takes a while where there are any."""
     home, own = "torch.distributed.pipelining.stage", set(model.modules())
-    stages: list[Any] = (
-        [found for found in living(object) if type(found).__module__ == home] if home in sys.modules else []
-    )
-    spread = [stage for stage in stages if hasattr(stage, "submod") and stage.group_size > 1]
+    objects: list[Any] = living(object) if home in sys.modules else []
+    stages = [found for found in objects if type(found).__module__ == home and hasattr(found, "submod")]
+    spread = [stage for stage in stages if stage.group_size > 1]
     return any(not own.isdisjoint(stage.submod.modules()) for stage in spread)
 
 
@@ -147,10 +146,9 @@ def master_of(optimizer: Optimizer | None, param: Tensor) -> Tensor:
 
 def copied_tensors(names: Mapping[Tensor, str], optimizers: Sequence[Optimizer], num_ranks: int) -> dict[str, Tensor]:
     """Return what some of the ranks have copies of, by name: parameters whole or in parts, and what lies beside whole 16-bit ones. Host only."""
-    whole = {
-        name: p for p, name in names.items() if not is_dtensor(p) or num_shards(p) < p.device_mesh.size() == num_ranks
-    }
-    return {**whole, **{f"{names[p]} (master)": beside for p, beside in _masters(optimizers).items()}}
+    copied = [p for p in names if not is_dtensor(p) or num_shards(p) < p.device_mesh.size() == num_ranks]
+    beside = {f"{names[p]} (master)": aux for p, aux in _masters(optimizers).items()}
+    return {**{names[p]: p for p in copied}, **beside}
 
 
 class News:

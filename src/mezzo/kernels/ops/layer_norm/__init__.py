@@ -57,9 +57,8 @@ class _Norm(torch.autograd.Function):
         needs_x, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         mask = [needs_x, needs_weight, needs_bias]
         found = _kernel(x).backward(grad, x, ctx.shape, mean, rstd, weight, bias, mask, ctx.eps, ctx.is_centred)
-        of_x, of_weight, of_bias = (
-            own.to(of.dtype) if needed else None for own, of, needed in zip(found, (x, weight, bias), mask, strict=True)
-        )
+        each = zip(found, (x, weight, bias), mask, strict=True)
+        of_x, of_weight, of_bias = (own.to(of.dtype) if needed else None for own, of, needed in each)
         return of_x, None, of_weight, of_bias, None, None, None
 
 
