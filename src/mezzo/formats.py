@@ -274,9 +274,7 @@ def why_not_here(device: torch.device) -> str:
         return "nothing has values on it"
     try:
         torch.zeros(1, device=device).item()
-    except (
-        Exception
-    ) as error:  # as many kinds as devices; some say it in a thousand characters, or ask for a bug report
+    except Exception as error:  # as many kinds as devices; some say it at length, or ask for a bug report
         line = first_line(error)
         is_long = isinstance(error, NotImplementedError | ImportError) or "INTERNAL ASSERT" in line
         return "this torch has no such device" if is_long else line

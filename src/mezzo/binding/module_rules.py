@@ -265,10 +265,8 @@ def _rms_norm(
         if takes_rms_norm(x, shape, weight, low):
             return lambda module, x: rms_norm(x, shape, weight, module.eps, low, module.training)
     if isinstance(forward, HandWrittenRMSNorm) and is_unwatched() and (own := forward.weight(module)) is not None:
-        if takes_rms_norm(x, list(own.shape), own, low):
-            return lambda module, x: rms_norm(
-                x, list(own.shape), forward.factors(own), forward.eps, low, module.training
-            )
+        if takes_rms_norm(x, size := list(own.shape), own, low):
+            return lambda module, x: rms_norm(x, size, forward.factors(own), forward.eps, low, module.training)
     return None
 
 

@@ -107,9 +107,8 @@ def check_tensor(part: str, value: Any, own: Tensor, *, may_be_sparse: bool = Fa
         refuse(part, f"is {_brief(value)}, and {_brief(own)} is wanted")
     if value.shape != own.shape:
         refuse(part, f"has shape {list(value.shape)}, and {list(own.shape)} is wanted")
-    if (value.layout is not own.layout and not (may_be_sparse and value.is_sparse)) or (
-        value.is_meta and not own.is_meta
-    ):
+    is_laid_out = value.layout is own.layout or (may_be_sparse and value.is_sparse)
+    if not is_laid_out or (value.is_meta and not own.is_meta):
         refuse(part, f"is a tensor of {value.layout} on {value.device}, and must be one of {own.layout} with values")
     if reason := value.layout is torch.strided and misplaced(value, value):
         refuse(part, f"is {describe(value)}, {reason}")
