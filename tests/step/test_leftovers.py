@@ -264,3 +264,49 @@ def test_a_scaled_gradient_that_is_set_to_zero_in_place_is_zero() -> None:
     assert amp.step().applied
     is_same = [torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True)]
     assert is_same == [True, False, False, False]
+
+
+def put_nothing_on(_: nn.Module) -> None:
+    """Leave a module as it is."""
+
+
+Change = Callable[[nn.Module], Any]
+CHANGES: dict[str, tuple[Change, Change]] = {
+    "weight norm taken off": (nn.utils.weight_norm, nn.utils.remove_weight_norm),
+    "spectral norm taken off": (nn.utils.spectral_norm, nn.utils.remove_spectral_norm),
+    "a parametrization taken off": (
+        nn.utils.parametrizations.weight_norm,
+        lambda module: nn.utils.parametrize.remove_parametrizations(module, "weight"),
+    ),
+    "weight norm put on": (put_nothing_on, nn.utils.weight_norm),
+    "a parametrization put on": (put_nothing_on, nn.utils.parametrizations.weight_norm),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+@pytest.mark.parametrize("policy", ["bf16", "bf16-master", "fp16-master, scaling.init_scale=16"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_parameter_that_takes_the_place_of_one_of_another_name(change: str, policy: str) -> None:
+    """A plain loop leaves it as it is, in silence."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    before, after = CHANGES[change]
+    before(model[0])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    amp = mezzo.prepare(model, optimizer, policy)
+
+    def take() -> bool:
+        amp.zero_grad()
+        amp.backward(model(torch.ones(2, 4)).square().mean())
+        return amp.step().applied
+
+    assert take()
+    after(model[0])
+    with pytest.raises(
+        StepError, match=r"0\.\S*weight.* not what the optimizer was given.*add_param_group.*weight norm"
+    ):
+        take()
+    optimizer.add_param_group({"params": [p for p in model[0].parameters() if p is not model[0].bias]})
+    was = model[0].weight.detach().clone()
+    assert take() and take()
+    assert not torch.equal(model[0].weight, was)

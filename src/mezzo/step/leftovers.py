@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -218,15 +220,20 @@ def _layout(dtype: torch.dtype, shape: Sequence[int]) -> str:
     return f"{dtype_name(dtype)}[{','.join(map(str, shape))}]"
 
 
+_REPARAMETRIZED = re.compile(r"\bparametrizations\.([^.]+)\.original\d*$|_(?:g|v|orig)$")
+"""What torch's weight norm, spectral norm and parametrizations make of the name of a parameter."""
+
+
 def refuse_replaced(model: nn.Module, had: Mapping[Tensor, str]) -> None:
-    """Refuse, by a StepError, to leave untrained what has the name that a stepped parameter `had`, and a gradient. Host only."""
-    now = dict(model.named_parameters())
-    new = [name for p, name in had.items() if (at := now.get(name, p)) not in had and at.grad is not None]
+    """Refuse, by a StepError, to leave untrained what took the place of a parameter that was stepped, and has a gradient. Host only."""
+    now, plain = dict(model.named_parameters()), partial(_REPARAMETRIZED.sub, r"\1")
+    gone = {plain(name) for p, name in had.items() if now.get(name) is not p}
+    new = [name for name, p in now.items() if p.grad is not None and p not in had and plain(name) in gone]
     if new:
         raise StepError(
             f"{listed(new)} {'is' if len(new) == 1 else 'are'} not what the optimizer was given: since then another nn.Parameter took the "
-            "place, and has gradients that no optimizer steps. Give it to optimizer.add_param_group({'params': [...]}), or write the values "
-            "into the old one by copy_() under torch.no_grad(), as load_state_dict does without assign=True. Nothing was changed."
+            "place, and has gradients that no optimizer steps. Give it to optimizer.add_param_group({'params': [...]}), put weight norm and the like on or "
+            "off before mezzo.prepare, or write the values into the old one by copy_() under torch.no_grad(), as load_state_dict does without assign=True. Nothing was changed."
         )
 
 
