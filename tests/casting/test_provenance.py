@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -187,6 +189,28 @@ def test_probabilities_rounded_too_far_for_a_distribution_ask_for_fp32(
     for wrong in (torch.full((2, 4), torch.nan).half(), torch.full((2, 4), torch.nan)):  # no rounding did that
         with pytest.raises(ValueError, match="Simplex"), autocast("cpu", **region):
             torch.distributions.OneHotCategorical(probs=wrong)
+
+
+class ThroughNumpy(nn.Module):
+    def __init__(self, read: Callable[[torch.Tensor], object]) -> None:
+        super().__init__()
+        self.layer, self.read = nn.Linear(4, 4), read
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.layer(x)
+        self.read(h.detach())
+        return h
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16-master", "bf16, ops=mezzo"])
+@pytest.mark.parametrize("read", [torch.Tensor.numpy, np.asarray], ids=["numpy", "asarray"])
+def test_numpy_that_has_no_bf16_asks_for_fp32(read: Callable[[torch.Tensor], object], policy: str) -> None:
+    model = ThroughNumpy(read)
+    mezzo.prepare(model, torch.optim.SGD(model.parameters()), policy)
+    with pytest.raises(CastError, match=r"self\.read\(h\.detach\(\)\).* in module the root \(ThroughNumpy\).*\n.*x\.float\(\)\.numpy"):
+        model(torch.ones(2, 4))
+    model.read = lambda h: read(h.float())
+    model(torch.ones(2, 4))
 
 
 TAKES_ONE_DTYPE = {

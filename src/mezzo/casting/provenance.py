@@ -60,7 +60,8 @@ _IN_FP32 = (
     "`with torch.autocast(x.device.type, enabled=False):`."
 )
 _DISTRIBUTIONS = os.path.join("torch", "distributions")
-_RELAYS_OF_TORCH = "nn/modules/module.py overrides.py _ops.py autograd/function.py utils/_contextlib.py _dynamo".split()
+_NO_NUMPY = re.compile(r"Got unsupported ScalarType \w+$")
+_RELAYS_OF_TORCH = "_tensor.py nn/modules/module.py overrides.py _ops.py autograd/function.py utils/_contextlib.py _dynamo".split()
 _RELAYS = (
     os.path.join(os.path.dirname(os.path.dirname(__file__)), ""),  # mezzo itself
     *[os.path.join(os.path.dirname(torch.__file__), os.path.normpath(file)) for file in _RELAYS_OF_TORCH],
@@ -82,9 +83,11 @@ def is_mismatch(error: BaseException) -> TypeGuard[RuntimeError]:
     return any(words.search(text) for words in (_MISMATCH, _NO_KERNEL, _TOO_LARGE))
 
 
-def _is_rounded_too_far(error: BaseException) -> bool:
-    """Whether torch.distributions refused 16-bit probabilities, whose rounded sum is not 1."""
-    return isinstance(error, ValueError) and _SIMPLEX.search(str(error)) is not None
+def _foreign_fix(error: BaseException) -> str | None:
+    """Return what to write where torch.distributions refused 16-bit probabilities, whose rounded sum is not 1, or numpy a dtype that it lacks."""
+    if isinstance(error, TypeError) and _NO_NUMPY.search(str(error)):
+        return "numpy has no such dtype: write x.float().numpy(), or x.float() in what reads it."
+    return _IN_FP32 if isinstance(error, ValueError) and _SIMPLEX.search(str(error)) else None
 
 
 def _fix(error: RuntimeError, op: str | None, values: Iterable[object], *, casts: bool = True) -> str:
@@ -192,18 +195,19 @@ def traceback_message(error: BaseException, traceback: TracebackType | None, *, 
     Op, module and arguments are read from the frames of the traceback: nothing was recorded while the region ran. Where it `casts` nothing, no
     rule of an op would help.
     """
-    if traceback is None or not (is_mismatch(error) or _is_rounded_too_far(error)):
+    fix = _foreign_fix(error)
+    if traceback is None or not (is_mismatch(error) or fix):
         return None
     frames = _frames_of(traceback)
     path = module_path([f for f, _, _ in frames])
     where = f"in module {path}" if path else ""
-    if isinstance(error, RuntimeError):
+    if fix is None and isinstance(error, RuntimeError):
         calling = _calling(frames)
         ops = [_op_at(frame, instruction) for frame, _, instruction in frames[len(calling) - 1 :]]
         op = next((op for op in ops[::-1] if op in known_ops()), ops[0])
         return _sentence(error, calling, where, _fix(error, op, calling[-1][0].f_locals.values(), casts=casts))
     inside = next((i for i, (f, _, _) in enumerate(frames) if _DISTRIBUTIONS in f.f_code.co_filename), None)
-    return _sentence(error, _calling(frames[:inside]), where, _IN_FP32)
+    return _sentence(error, _calling(frames[:inside]), where, fix)
 
 
 def backward_message(error: BaseException) -> str | None:
