@@ -160,6 +160,8 @@ class LintWatch:
         facts = format_of(low.dtype)
         for value in [a for a in call.args if isinstance(a, float) and math.isfinite(a)]:
             vanishes = name in _TAKES_CONSTANT and 0 < abs(value) <= facts.smallest / 2
+            if vanishes and name in ("add", "sub", "rsub") and not self.of_risks:
+                vanishes = any(bool((t.float() + value != t).any()) for _, t in call.inputs)  # in fp32, which loses it beside 1 too
             if vanishes or (abs(value) > facts.max and name != "div"):
                 becomes = "0" if vanishes else "inf"
                 self.add("constant-lost", site, low.dtype, becomes, value, call.facts.kernel)
