@@ -224,10 +224,11 @@ def test_the_decoder_is_causal() -> None:
     ("workload", "message"),
     [
         (Recipe(num_layers=0), "--num-layers 0: sizes and counts start at 1."),
-        (Step(parameters=()), "--parameters : sizes and counts start at 1."),
+        (Step(parameters=()), "--parameters was given without a value: write at least one, or leave it out."),
         (Lora(batches=(4, -1)), "--batches 4 -1: sizes and counts start at 1."),
         (Lora(lr=math.nan), "--lr nan: write a number from 0 on."),
         (Recipe(lr=-1.0), "--lr -1.0: write a number from 0 on."),
+        (Overhead(modes=()), "--modes was given without a value: write at least one, or leave it out."),
         (Overhead(modes=("train", "evaluate")), "--modes evaluate does not exist. Did you mean 'eval'?"),
         (Inference(models=("berd",)), "--models berd does not exist. Did you mean 'bert'?"),
         (Inference(decoder_width=100), "--decoder-width 100 is not a multiple of 128, the width of a head."),

@@ -39,6 +39,18 @@ def test_weights_are_those_of_prepare(way: Prepare, policy: str) -> None:
     loops.assert_same(model, scheduler, policy, loops.Case())
 
 
+def test_a_step_that_is_to_clip_is_told_what_clips() -> None:
+    accelerator, model = Accelerator(cpu=True, policy="bf16"), loops.make_model()
+    model, optimizer = accelerator.prepare(model, loops.make_optimizer(model)[0])
+    x, y = loops.make_data().tensors
+    accelerator.backward(F.cross_entropy(model(x), y))
+    with pytest.raises(StepError, match=r"no argument 'max_norm': write accelerator\.clip_grad_norm_\("):
+        optimizer.step(max_norm=1.0)
+    accelerator.clip_grad_norm_(model.parameters(), max_norm=1.0)
+    optimizer.step()
+    assert not optimizer.step_was_skipped
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [

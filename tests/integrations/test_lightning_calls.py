@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, GradientAccumulation
 from tests.integrations.test_lightning import Module, loader, pytestmark, trainer
 
 import mezzo
+from mezzo.errors import StepError
 from mezzo.integrations.lightning import MezzoPrecision
 
 __all__ = ["pytestmark"]
@@ -62,3 +63,10 @@ def test_log_lines_are_in_lightnings_words(tmp_path: Path, caplog: pytest.LogCap
 def test_two_precisions_are_told_by_their_names(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"plugins=MezzoPrecision\('bf16-master, \*\.norm=fp32'\)"):
         Trainer(precision="bf16-mixed", plugins=MezzoPrecision("bf16-master, *.norm=fp32"), default_root_dir=tmp_path)
+
+
+def test_a_precision_by_lightnings_name_is_told_where_it_goes() -> None:
+    with pytest.raises(StepError, match=r"MezzoPrecision\(\) has no argument 'precision': write MezzoPrecision\('bf16-mixed'\)"):
+        MezzoPrecision(precision="bf16-mixed")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"MezzoPrecision\(\) takes policy"):
+        MezzoPrecision("bf16", "fp16")  # type: ignore[call-arg]

@@ -158,7 +158,9 @@ class Workload(abc.ABC):
             value = getattr(self, spec.name)
             numbers = value if isinstance(value, tuple) else (value,)
             option = f"--{spec.name.replace('_', '-')}"
-            if not numbers or any(isinstance(n, int) and n < 1 for n in numbers):
+            if not numbers:
+                raise BenchError(f"{option} was given without a value: write at least one, or leave it out.")
+            if any(isinstance(n, int) and n < 1 for n in numbers):
                 raise BenchError(f"{option} {' '.join(map(str, numbers))}: sizes and counts start at 1.")
             if isinstance(value, float) and not is_number(value, 0):
                 raise BenchError(f"{option} {value}: write a number from 0 on.")

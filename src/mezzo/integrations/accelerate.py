@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..distributed import fully_shard, load_checkpoint, save_checkpoint
 from ..errors import PolicyError, StepError
 from ..policy import PolicyLike
-from ..step import Stepper
+from ..step import Stepper, answers_misfits
 from .adapter import Adapter, calls, innermost_optimizer
 
 try:
@@ -36,6 +36,9 @@ except ImportError as error:
 _SHARDS = "mezzo_shards"
 _SHARDED = ("scaler", "_models", "_optimizers")
 _CALLS = calls("accelerator.backward", "accelerator.clip_grad_norm_(...)", "accelerator.stepper")
+_CLIPS = dict.fromkeys(
+    ("max_norm", "clip_value"), "write accelerator.clip_grad_norm_(model.parameters(), max_norm), or clip_grad_value_, before optimizer.step()"
+)
 _REFUSED = {DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA}
 
 
@@ -46,6 +49,7 @@ class _Optimizer(AcceleratedOptimizer):
         super().__init__(optimizer, device_placement=False)
         self._adapter = adapter
 
+    @answers_misfits("optimizer.step()", _CLIPS)
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Take the step, in the last micro-batch of several."""
         if self.gradient_state.sync_gradients:

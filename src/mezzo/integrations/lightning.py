@@ -14,7 +14,7 @@ from ..distributed import living
 from ..errors import StepError
 from ..optim import parameters, wrapped_optimizer
 from ..policy import PolicyLike
-from ..step import Stepper, needs_closure
+from ..step import Stepper, answers_misfits, needs_closure
 from .adapter import Adapter, calls, innermost_optimizer
 
 try:
@@ -50,6 +50,7 @@ class MezzoPrecision(Precision):
         StepError: a LightningModule that overrides `backward`, which would go past the loss scale.
     """
 
+    @answers_misfits("MezzoPrecision()", dict.fromkeys(("precision", "dtype"), "write MezzoPrecision({!r})".format))
     def __init__(self, policy: PolicyLike = "auto") -> None:
         self._adapter = Adapter(policy, _IN_FABRIC)
         self._is_trainer = self._clips_now = False
