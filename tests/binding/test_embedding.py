@@ -49,6 +49,36 @@ def test_gradients_of_a_row_met_often(options: dict[str, Any], ids: Tensor, poli
     torch.testing.assert_close(made[0], made[1], rtol=2**-7, atol=atol / 16)
 
 
+BAGS: dict[str, dict[str, Any]] = {
+    **OPTIONS, "padding that none has": {"padding_idx": 900}, "mean": {"mode": "mean"}, "mean, padding": {"mode": "mean", "padding_idx": 0},
+    "max": {"mode": "max"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", ["bf16-master", "fp16-master, scaling=none", "bf16-master, ops=mezzo"])
+@pytest.mark.parametrize("shape", ["rows", "offsets", "last offset", "weighted"])
+@pytest.mark.parametrize("options", BAGS.values(), ids=BAGS)
+def test_gradients_of_a_row_in_many_bags(options: dict[str, Any], shape: str, policy: str) -> None:
+    if shape == "weighted" and (options.get("mode", "sum") != "sum" or "scale_grad_by_freq" in options):
+        pytest.skip("torch takes weights for sums alone")
+    ids, offsets, numbers = torch.arange(4096) % 5, torch.arange(0, 4096 + (shape == "last offset"), 2), []
+    factor = torch.rand(2048, 8) / 64
+    for each in (policy, "fp32"):
+        torch.manual_seed(0)
+        weights = (torch.rand(4096) + 0.5).requires_grad_()
+        bag = nn.EmbeddingBag(1000, 8, **{"mode": "sum", **options}, include_last_offset=shape == "last offset")
+        optimizer = torch.optim.SGD(bag.parameters(), lr=0.1)
+        amp = mezzo.prepare(bag, optimizer, each)
+        extra = {"per_sample_weights": weights.to(bag.weight.dtype)} if shape == "weighted" else {}
+        out = bag(ids.reshape(2048, 2)) if shape == "rows" else bag(ids, offsets, **extra)
+        amp.backward((out.float() * factor).sum())
+        with amp.unscaled_grads() as grads:
+            numbers.append([out.detach().double(), *(g.double().clone() for g in grads.values())])
+        numbers[-1] += [weights.grad.double()] if shape == "weighted" and weights.grad is not None else []
+    for got, exact in zip(*numbers, strict=True):
+        torch.testing.assert_close(got, exact, rtol=2**-6, atol=2**-7 * float(exact.abs().max()))
+
+
 def test_a_trace_sees_what_runs_without_it() -> None:
     grads = []
     for looks in (False, True):

@@ -7,6 +7,7 @@ modules take kept 16-bit copies of their weights by themselves, so that nothing 
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
@@ -63,7 +64,9 @@ def in_place_of_forward(module: nn.Module, binding: Binding, own: Precision) -> 
     if not binding.fuses or own not in (None, Rule.FP32_LOW_OUT):
         return None
     hand_written = hand_written_gelu if own is None else hand_written_rms_norm
-    return run_embedding if own is None and _runs_as(module, nn.Embedding) else hand_written(module)
+    if own is None and _runs_as(module, nn.Embedding, nn.EmbeddingBag):
+        return run_embedding if isinstance(module, nn.Embedding) else run_embedding_bag
+    return hand_written(module)
 
 
 def _own_op(module: nn.Module) -> Callable[..., Any] | None:
@@ -202,6 +205,25 @@ def run_embedding(module: Any, *args: Any, **kwargs: Any) -> Any:
     return _Embedding.apply(rows, weight, args[0], options)  # type: ignore[no-untyped-call]  # torch's own
 
 
+def run_embedding_bag(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call an `EmbeddingBag`; rows of a 16-bit table, and the gradients of one row, are summed in fp32. Writes: the table, where it has a `max_norm`."""
+    weight, forward = module.weight, class_of(module).forward
+    if not args or not _sums_in_16_bit(module, args[0]):
+        return forward(module, *args, **kwargs)
+    given = signature(forward).bind(module, *args, **kwargs).arguments
+    indices, factors, padding = args[0], given.get("per_sample_weights"), module.padding_idx
+    if module.max_norm is not None:
+        torch.embedding_renorm_(weight.detach(), indices.reshape(-1), module.max_norm, module.norm_type)
+    met, places = indices.unique(return_inverse=True)  # each row once: its gradient is rounded, not added to, in 16 bit
+    sums = F.embedding_bag(
+        places, weight.index_select(0, met).float(), given.get("offsets"),
+        mode=module.mode, per_sample_weights=None if factors is None else factors.float(),
+        scale_grad_by_freq=module.scale_grad_by_freq, include_last_offset=module.include_last_offset,
+        padding_idx=None if padding is None or padding not in met else int((met == padding).nonzero()),
+    )  # fmt: skip
+    return sums.to(weight.dtype)
+
+
 def _sums_in_16_bit(module: Any, indices: object) -> bool:
     """Whether torch would sum gradients of rows in 16 bit, eagerly, where nothing but a mode looks on."""
     weight = module.weight
@@ -312,6 +334,7 @@ TRACED_AS_WRITTEN = (
     run_convolution,
     run_dropout,
     run_embedding,
+    run_embedding_bag,
     run_linear,
     run_max_pool,
     _run_kept_convolution,
