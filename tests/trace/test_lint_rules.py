@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import linecache
 from collections.abc import Callable
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -304,3 +304,50 @@ def test_gradients_of_many_passes_added_up_in_16_bit_are_told_and_the_edit_that_
     if loses:
         said = explain_lint(t.report.record.lints[0])
         assert "gradients of" in said.why and "backward passes" in said.why and "grads=fp32" in said.advice
+
+
+class Bounded(torch.autograd.Function):
+    """Hands on what it is given, and back what `change` makes of a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.change = change
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.change(grads[0]), None
+
+
+def clamped(g: Tensor) -> Tensor:
+    return g.clamp(-1.0, 1.0)
+
+
+CHANGES: dict[str, tuple[Callable[[Tensor], Tensor], float, bool]] = {
+    "clamped": (clamped, 1024.0, True),
+    "by a bound that is scaled": (lambda g: g.clamp(-1024.0, 1024.0), 1024.0, False),
+    "by one that nothing reaches": (lambda g: g.mul(2.0**-12).clamp(-1.0, 1.0).mul(2.0**12), 1024.0, False),
+    "without the negative": (lambda g: g.clamp_min(0.0), 1024.0, False),
+    "reversed": (lambda g: -g, 1024.0, False),
+    "clamped, under a weight of the loss": (clamped, 100.0, False),
+}
+
+
+@pytest.mark.parametrize("by_hook", [False, True])
+@pytest.mark.parametrize(("change", "factor", "is_named"), CHANGES.values(), ids=CHANGES)
+def test_a_hook_or_backward_that_clips_what_carries_the_loss_scale(
+    change: Callable[[Tensor], Tensor], factor: float, is_named: bool, by_hook: bool
+) -> None:
+    model = torch.nn.Linear(4, 4)
+
+    def run() -> Tensor:
+        with mezzo.autocast("cpu", dtype=FP16):
+            h = model(torch.ones(2, 4))
+        if by_hook:
+            h.register_hook(change)
+        else:
+            h = Bounded.apply(h, change)
+        (h.float().sum() * factor).backward()
+        return h
+
+    assert rules(run) == ["clip-before-unscale"] * is_named

@@ -332,7 +332,7 @@ def _of_lost_updates(lost: tuple[LostUpdate, ...]) -> list[Finding]:
 
 def _of_lint(lint: Lint, said: LintWarning) -> Finding:
     """Report a loop that is wrong whatever the numbers."""
-    called = FAULTY_RULES[lint.rule]
+    called = FAULTY_RULES[lint.rule] if lint.what != "a hook's" else ""
     site = replace(lint.site, phase="optimizer", op=called) if called else lint.site
     return _at(site, verdict=lint.rule, why=said.why, fix=Fix(advice=said.advice), steps=(site.step,))
 

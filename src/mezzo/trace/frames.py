@@ -8,6 +8,7 @@ import linecache
 import sys
 import sysconfig
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from traceback import walk_stack
 from types import CodeType, FrameType
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils.checkpoint
 from torch.optim import optimizer as optimizer_hooks
+from torch import Tensor
 
 from .records import Frame
 
@@ -36,6 +38,7 @@ _MEZZO = Path(__file__).parents[1]
 _TRACER = str(Path(__file__).parent)
 _STDLIB = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 _ENGINE = Path(torch.autograd.graph.__file__).name, "_engine_run_backward"
+_CALLS_HOOKS = "torch/autograd/graph.py", "torch/autograd/function.py"
 _FETCH = "torch/utils/data/_utils/fetch.py"
 _REPLAY = str(_MEZZO / "step" / "replay.py"), "_again"
 _CHECKPOINT = torch.utils.checkpoint.__file__
@@ -138,6 +141,14 @@ def is_stepping(optimizer: torch.optim.Optimizer) -> bool:
 def functions_of(file: str) -> set[str]:
     """Return the names of the functions of a file that are on the Python stack."""
     return {f.f_code.co_name for f, _ in walk_stack(sys._getframe(1)) if f.f_code.co_filename == file}
+
+
+def is_handed_by_autograd(tensor: Tensor) -> bool:
+    """Say whether a tensor is an argument of the function that autograd calls: a hook, or the backward of a function of the program's own."""
+    inside = takewhile(lambda f: not f.f_code.co_filename.endswith(_CALLS_HOOKS), (f for f, _ in walk_stack(sys._getframe(1))))
+    own = [f for f in inside if owner(f.f_code.co_filename) in (Owner.USER, Owner.LIBRARY)][-1:]
+    given = [f.f_locals.get(name) for f in own for name in f.f_code.co_varnames[: f.f_code.co_argcount + 1]]  # and *grads
+    return any(g is tensor for one in given for g in (one if isinstance(one, tuple) else (one,)))
 
 
 def argument_of(ending: str, *names: str) -> float | None:

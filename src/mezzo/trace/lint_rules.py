@@ -14,7 +14,7 @@ from torch.nn import functional
 from ..binding import record
 from ..errors import plural
 from ..formats import LOW_DTYPES, dtype_name, format_of, parse_dtype, widest
-from .frames import argument_of, functions_of, is_called_from
+from .frames import argument_of, functions_of, is_called_from, is_handed_by_autograd
 from .measure import amax, numbers, rerun_wide
 from .ops import Call
 from .records import Event, Lint, LintRule, Site
@@ -27,6 +27,7 @@ _TAKES_CONSTANT = frozenset({
     "masked_fill", "where", "scalar_tensor",
 })  # fmt: skip
 _SCALES = frozenset({"mul", "div"})
+_BOUNDS = frozenset({"clamp", "clamp_min", "clamp_max", "hardtanh"})
 _KEEP_WIDE = re.compile(r"(^|[._])(inv_freq|freqs?(_cis)?|cos(_cached)?|sin(_cached)?|running_mean|running_var)$")
 _HEADROOM = 4.0
 """Squares within two binades of the format's limit are about to overflow."""
@@ -74,7 +75,7 @@ class LintWatch:
         self._found: dict[tuple[object, ...], Lint] = {}
         self._counts: dict[LintRule, int] = {}
         self.has_fp16 = self._has_scaler = self._is_scaled = False
-        self.scale = 1.0
+        self.scale = self._factor = 1.0
         self._clipped: tuple[Site, float] | None = None
         self._sums: StorageNotes[_RunningSum] = StorageNotes()
 
@@ -101,6 +102,8 @@ class LintWatch:
             self._is_scaled = self._is_scaled or self._has_scaler or is_called_from(_OWN_SCALER)
         if call.facts.name == "to" and call.inputs and not call.out and call.returned.dtype is not torch.bool:
             self._ids(call, reference)
+        if site.phase == "backward" and call.facts.name in _BOUNDS:
+            self._bound(call, site)
         low = next((t for t in call.out if t.dtype in LOW_DTYPES), None)
         if low is None:
             return
@@ -165,6 +168,14 @@ class LintWatch:
             if vanishes or (abs(value) > facts.max and name != "div"):
                 becomes = "0" if vanishes else "inf"
                 self.add("constant-lost", site, low.dtype, becomes, value, call.facts.kernel)
+
+    def _bound(self, call: Call, site: Site) -> None:
+        """Look at a bound that a hook, or a backward of the program's own, puts on its gradient; one near the loss scale is meant."""
+        bound = max([abs(a) for a in (*call.args, *call.kwargs.values()) if isinstance(a, int | float)], default=0.0)
+        is_scale = self.has_fp16 and self._factor >= 256 and math.frexp(self._factor)[0] == 0.5  # else a weight of the loss
+        is_small = is_scale and 0 < bound < math.sqrt(self._factor) and call.inputs
+        if is_small and bound < amax(given := call.inputs[0][1]) < math.inf and is_handed_by_autograd(call.original(given)):
+            self.add("clip-before-unscale", site, given.dtype, "a hook's", self._factor)
 
     def _squares(self, call: Call, site: Site, low: Tensor) -> None:
         if low.dtype is not torch.float16:
@@ -255,7 +266,7 @@ class LintWatch:
 
     def loss(self, loss: Tensor, site: Site, loss_scale: float, region: torch.dtype | None) -> None:
         """Look at the tensor backward starts from, and at the region it starts in. Syncs: where it is 16 bit."""
-        self._clipped = None
+        self._clipped, self._factor = None, loss_scale
         self.scale = loss_scale if self._has_scaler else 1.0
         if region is not None and self.of_risks:
             self.add("backward-in-region", site, region, "backward", 0.0)
@@ -346,7 +357,9 @@ _TEXTS: dict[str, Callable[[Lint], tuple[str, str]]] = {
     ),
     "clip-before-unscale": lambda x: (
         f"gradients are clipped while they are still multiplied by {number(x.value)}.",
-        "call scaler.unscale_(optimizer) before clipping.",
+        "multiply the bound of the hook, or of the backward, by the loss scale (amp.scale, scaler.get_scale()), clip in the step, or use bf16."
+        if x.what == "a hook's"
+        else "call scaler.unscale_(optimizer) before clipping.",
     ),
     "scaled-step": lambda x: (
         f"{x.what} stepped gradients that are still multiplied by {number(x.value)}: nothing unscaled them, and no step would be left out.",
