@@ -207,7 +207,9 @@ class ThroughNumpy(nn.Module):
 def test_numpy_that_has_no_bf16_asks_for_fp32(read: Callable[[torch.Tensor], object], policy: str) -> None:
     model = ThroughNumpy(read)
     mezzo.prepare(model, torch.optim.SGD(model.parameters()), policy)
-    with pytest.raises(CastError, match=r"self\.read\(h\.detach\(\)\).* in module the root \(ThroughNumpy\).*\n.*x\.float\(\)\.numpy"):
+    with pytest.raises(
+        CastError, match=r"self\.read\(h\.detach\(\)\).* in module the root \(ThroughNumpy\).*\n.*x\.float\(\)\.numpy"
+    ):
         model(torch.ones(2, 4))
     model.read = lambda h: read(h.float())
     model(torch.ones(2, 4))

@@ -66,7 +66,9 @@ def test_two_precisions_are_told_by_their_names(tmp_path: Path) -> None:
 
 
 def test_a_precision_by_lightnings_name_is_told_where_it_goes() -> None:
-    with pytest.raises(StepError, match=r"MezzoPrecision\(\) has no argument 'precision': write MezzoPrecision\('bf16-mixed'\)"):
+    with pytest.raises(
+        StepError, match=r"MezzoPrecision\(\) has no argument 'precision': write MezzoPrecision\('bf16-mixed'\)"
+    ):
         MezzoPrecision(precision="bf16-mixed")  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"MezzoPrecision\(\) takes policy"):
         MezzoPrecision("bf16", "fp16")  # type: ignore[call-arg]

@@ -64,9 +64,8 @@ def in_place_of_forward(module: nn.Module, binding: Binding, own: Precision) -> 
     if not binding.fuses or own not in (None, Rule.FP32_LOW_OUT):
         return None
     hand_written = hand_written_gelu if own is None else hand_written_rms_norm
-    if own is None and _runs_as(module, nn.Embedding, nn.EmbeddingBag):
-        return run_embedding if isinstance(module, nn.Embedding) else run_embedding_bag
-    return hand_written(module)
+    tables = ((nn.Embedding, run_embedding), (nn.EmbeddingBag, run_embedding_bag)) if own is None else ()
+    return next((run for kind, run in tables if _runs_as(module, kind)), None) or hand_written(module)
 
 
 def _own_op(module: nn.Module) -> Callable[..., Any] | None:

@@ -61,7 +61,9 @@ _IN_FP32 = (
 )
 _DISTRIBUTIONS = os.path.join("torch", "distributions")
 _NO_NUMPY = re.compile(r"Got unsupported ScalarType \w+$")
-_RELAYS_OF_TORCH = "_tensor.py nn/modules/module.py overrides.py _ops.py autograd/function.py utils/_contextlib.py _dynamo".split()
+_RELAYS_OF_TORCH = (
+    "_tensor.py nn/modules/module.py overrides.py _ops.py autograd/function.py utils/_contextlib.py _dynamo".split()
+)
 _RELAYS = (
     os.path.join(os.path.dirname(os.path.dirname(__file__)), ""),  # mezzo itself
     *[os.path.join(os.path.dirname(torch.__file__), os.path.normpath(file)) for file in _RELAYS_OF_TORCH],
@@ -90,7 +92,7 @@ def _foreign_fix(error: BaseException) -> str | None:
     return _IN_FP32 if isinstance(error, ValueError) and _SIMPLEX.search(str(error)) else None
 
 
-def _fix(error: RuntimeError, op: str | None, values: Iterable[object], *, casts: bool = True) -> str:
+def _fix(error: BaseException, op: str | None, values: Iterable[object], *, casts: bool = True) -> str:
     said = str(error)
     if "all inputs must share" in said:  # and which dtypes came is not said
         said += f"; got {', '.join(str(t.dtype) for t in _flat(values))}".replace("torch.float64", "Double")
@@ -201,7 +203,7 @@ def traceback_message(error: BaseException, traceback: TracebackType | None, *, 
     frames = _frames_of(traceback)
     path = module_path([f for f, _, _ in frames])
     where = f"in module {path}" if path else ""
-    if fix is None and isinstance(error, RuntimeError):
+    if fix is None:
         calling = _calling(frames)
         ops = [_op_at(frame, instruction) for frame, _, instruction in frames[len(calling) - 1 :]]
         op = next((op for op in ops[::-1] if op in known_ops()), ops[0])

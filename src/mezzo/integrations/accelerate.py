@@ -37,7 +37,8 @@ _SHARDS = "mezzo_shards"
 _SHARDED = ("scaler", "_models", "_optimizers")
 _CALLS = calls("accelerator.backward", "accelerator.clip_grad_norm_(...)", "accelerator.stepper")
 _CLIPS = dict.fromkeys(
-    ("max_norm", "clip_value"), "write accelerator.clip_grad_norm_(model.parameters(), max_norm), or clip_grad_value_, before optimizer.step()"
+    ("max_norm", "clip_value"),
+    "write accelerator.clip_grad_norm_(model.parameters(), max_norm), or clip_grad_value_, before optimizer.step()",
 )
 _REFUSED = {DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA}
 

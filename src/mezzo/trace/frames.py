@@ -145,9 +145,13 @@ def functions_of(file: str) -> set[str]:
 
 def is_handed_by_autograd(tensor: Tensor) -> bool:
     """Say whether a tensor is an argument of the function that autograd calls: a hook, or the backward of a function of the program's own."""
-    inside = takewhile(lambda f: not f.f_code.co_filename.endswith(_CALLS_HOOKS), (f for f, _ in walk_stack(sys._getframe(1))))
+    inside = takewhile(
+        lambda f: not f.f_code.co_filename.endswith(_CALLS_HOOKS), (f for f, _ in walk_stack(sys._getframe(1)))
+    )
     own = [f for f in inside if owner(f.f_code.co_filename) in (Owner.USER, Owner.LIBRARY)][-1:]
-    given = [f.f_locals.get(name) for f in own for name in f.f_code.co_varnames[: f.f_code.co_argcount + 1]]  # and *grads
+    given = [
+        f.f_locals.get(name) for f in own for name in f.f_code.co_varnames[: f.f_code.co_argcount + 1]
+    ]  # and *grads
     return any(g is tensor for one in given for g in (one if isinstance(one, tuple) else (one,)))
 
 

@@ -164,7 +164,9 @@ class LintWatch:
         for value in [a for a in call.args if isinstance(a, float) and math.isfinite(a)]:
             vanishes = name in _TAKES_CONSTANT and 0 < abs(value) <= facts.smallest / 2
             if vanishes and name in ("add", "sub", "rsub") and not self.of_risks:
-                vanishes = any(bool((t.float() + value != t).any()) for _, t in call.inputs)  # in fp32, which loses it beside 1 too
+                vanishes = any(
+                    bool((t.float() + value != t).any()) for _, t in call.inputs
+                )  # in fp32, which loses it beside 1 too
             if vanishes or (abs(value) > facts.max and name != "div"):
                 becomes = "0" if vanishes else "inf"
                 self.add("constant-lost", site, low.dtype, becomes, value, call.facts.kernel)
@@ -172,9 +174,15 @@ class LintWatch:
     def _bound(self, call: Call, site: Site) -> None:
         """Look at a bound that a hook, or a backward of the program's own, puts on its gradient; one near the loss scale is meant."""
         bound = max([abs(a) for a in (*call.args, *call.kwargs.values()) if isinstance(a, int | float)], default=0.0)
-        is_scale = self.has_fp16 and self._factor >= 256 and math.frexp(self._factor)[0] == 0.5  # else a weight of the loss
+        is_scale = (
+            self.has_fp16 and self._factor >= 256 and math.frexp(self._factor)[0] == 0.5
+        )  # else a weight of the loss
         is_small = is_scale and 0 < bound < math.sqrt(self._factor) and call.inputs
-        if is_small and bound < amax(given := call.inputs[0][1]) < math.inf and is_handed_by_autograd(call.original(given)):
+        if (
+            is_small
+            and bound < amax(given := call.inputs[0][1]) < math.inf
+            and is_handed_by_autograd(call.original(given))
+        ):
             self.add("clip-before-unscale", site, given.dtype, "a hook's", self._factor)
 
     def _squares(self, call: Call, site: Site, low: Tensor) -> None:
