@@ -144,7 +144,7 @@ def functions_of(file: str) -> set[str]:
 
 
 def is_handed_by_autograd(tensor: Tensor) -> bool:
-    """Say whether a tensor is an argument of the function that autograd calls: a hook, or the backward of a function of the program's own."""
+    """Say whether a tensor is an argument of the function that autograd calls: a hook, or the backward of the program's own. Host only."""
     inside = takewhile(
         lambda f: not f.f_code.co_filename.endswith(_CALLS_HOOKS), (f for f, _ in walk_stack(sys._getframe(1)))
     )
