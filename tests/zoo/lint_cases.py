@@ -81,7 +81,7 @@ def positions_made_in_16_bit(dtype: torch.dtype) -> Run:
 
 def eps_that_rounds_to_zero(dtype: torch.dtype) -> Run:
     def compute(x: Tensor) -> Tensor:
-        return x / (0.01 * x.abs().amax(-1, keepdim=True) + 1e-8)  # FAULT
+        return x / (x.abs().amax(-1, keepdim=True) + 1e-8)  # FAULT
 
     return functional(compute, dtype, torch.randn(4, 8), scale=256.0)
 

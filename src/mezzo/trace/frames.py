@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
-from torch.optim import optimizer as optimizer_hooks
 from torch import Tensor
+from torch.optim import optimizer as optimizer_hooks
 
 from .records import Frame
 

@@ -163,10 +163,6 @@ class LintWatch:
         facts = format_of(low.dtype)
         for value in [a for a in call.args if isinstance(a, float) and math.isfinite(a)]:
             vanishes = name in _TAKES_CONSTANT and 0 < abs(value) <= facts.smallest / 2
-            if vanishes and name in ("add", "sub", "rsub") and not self.of_risks:
-                vanishes = any(
-                    bool((t.float() + value != t).any()) for _, t in call.inputs
-                )  # in fp32, which loses it beside 1 too
             if vanishes or (abs(value) > facts.max and name != "div"):
                 becomes = "0" if vanishes else "inf"
                 self.add("constant-lost", site, low.dtype, becomes, value, call.facts.kernel)
@@ -177,12 +173,10 @@ class LintWatch:
         is_scale = (
             self.has_fp16 and self._factor >= 256 and math.frexp(self._factor)[0] == 0.5
         )  # else a weight of the loss
-        is_small = is_scale and 0 < bound < math.sqrt(self._factor) and call.inputs
-        if (
-            is_small
-            and bound < amax(given := call.inputs[0][1]) < math.inf
-            and is_handed_by_autograd(call.original(given))
-        ):
+        if not (is_scale and 0 < bound < math.sqrt(self._factor) and call.inputs):
+            return
+        given = call.inputs[0][1]
+        if bound < amax(given) < math.inf and is_handed_by_autograd(call.original(given)):
             self.add("clip-before-unscale", site, given.dtype, "a hook's", self._factor)
 
     def _squares(self, call: Call, site: Site, low: Tensor) -> None:
@@ -229,14 +223,8 @@ class LintWatch:
         wide = rerun_wide(call, torch.float32)
         off, top = (float((low.detach().float() - wide[0]).norm()), float(wide[0].norm())) if wide else (0.0, 0.0)
         if 0 < _LOST * top < off < math.inf:
-            self.add(
-                "half-accumulator",
-                site,
-                low.dtype,
-                f"what {call.facts.name} adds up, {off / top:.0%} off,",
-                off,
-                call.facts.kernel,
-            )
+            what = f"what {call.facts.name} adds up, {off / top:.0%} off,"
+            self.add("half-accumulator", site, low.dtype, what, off, call.facts.kernel)
 
     def end_step(self) -> None:
         """Let go of sums that are no more. Host only."""
