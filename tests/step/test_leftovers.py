@@ -310,3 +310,18 @@ def test_a_parameter_that_takes_the_place_of_one_of_another_name(change: str, po
     was = model[0].weight.detach().clone()
     assert take() and take()
     assert not torch.equal(model[0].weight, was)
+
+
+def test_a_clip_by_hand_whose_norm_overflows_is_refused() -> None:
+    """The norm of scaled fp16 gradients is soon past 65504: torch's clip then multiplies all of them by 0."""
+    nets = nn.ModuleDict({name: nn.Linear(8, 8) for name in "ab"})
+    optimizers = [torch.optim.AdamW(net.parameters()) for net in nets.values()]
+    amp = mezzo.prepare(nets, optimizers, "fp16-master")
+    x = torch.tensor([1.0, -1.0] * 4).expand(4, 8)
+    amp.backward(2 * (nets["a"](x).mean() + nets["b"](x).mean()))
+    norm = nn.utils.clip_grad_norm_(nets["b"].parameters(), 1.0)
+    assert norm.isinf() and not any(p.grad.any() for p in nets["b"].parameters())
+    with pytest.raises(
+        StepError, match=r"^the gradients of b\.weight, b\.bias were changed since backward\(loss\), while they carry"
+    ):
+        amp.step()

@@ -27,6 +27,7 @@ from .leftovers import (
     forget_zeros_,
     is_stale,
     is_zero,
+    multiplied_by_zero,
     refuse_no_params,
     refuse_replaced,
     why_no_gradients,
@@ -385,14 +386,15 @@ class Gradients:
             forget_zeros_(pending, changed)
         if pending.scale is None and not any(map(is_summed_apart, params)):
             self._versions.note(params)
-        elif edited := [p for p in self._versions.edited(params) if not is_zero(p)]:
+            return
+        edited = self._versions.edited(params)
+        if edited := [p for p in edited if not is_zero(p)] or multiplied_by_zero(self._optimizers, edited):
             raise StepError(
                 f"the gradients of {listed([self._names[p] for p in edited])} were changed since backward(loss), while they carry the loss scale. "
                 "Edit them inside `with amp.unscaled_grads():`, clip with amp.step(max_norm=...), and write "
                 "amp.backward(loss) for every loss.backward()."
             )
-        else:
-            self._versions.note(params)
+        self._versions.note(params)
 
     def _refuse_while_shown(self, call: str) -> None:
         if self._is_shown:

@@ -119,6 +119,20 @@ def is_zero(param: Tensor) -> bool:
     return param.grad is not None and not bool(param.grad.any())
 
 
+def multiplied_by_zero(optimizers: Iterable[Optimizer], edited: Iterable[Tensor]) -> list[Tensor]:
+    """Return, of parameters whose gradients became zeros, those of an optimizer that were all multiplied by 0: zeros that are set have no sign.
+
+    So does a clip whose norm overflowed. Syncs: yes.
+    """
+    strided = [(p, g) for p in edited if (g := p.grad) is not None and g.layout is torch.strided and not g.is_complex()]
+    zeros, found = dict(strided), []
+    for one in optimizers:
+        own = [p for p in parameters(one) if p.grad is not None]
+        signs = [zeros[p].signbit().any() for p in own if p in zeros]
+        found += own if len(signs) == len(own) and any(signs) else []
+    return found
+
+
 def forget_zeros_(pending: AccumulationState, params: Iterable[Tensor]) -> None:
     """Take used-up gradients that were set to zero in place for dropped. Syncs: yes, where used-up gradients were written."""
     for p in params:
