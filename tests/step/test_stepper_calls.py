@@ -161,6 +161,18 @@ class TestPenalty:
             for got, p in zip(grads.values(), (p for p in plain.parameters() if p.grad is not None), strict=True):
                 torch.testing.assert_close(got.double(), p.grad, rtol=eps, atol=eps)
 
+    @pytest.mark.parametrize("policy", ["bf16", "bf16-master", CALM, "fp16-master, scaling.init_scale=1024"])
+    def test_a_product_with_the_hessian(self, policy: str) -> None:
+        """Gradients of 16-bit weights are fp32 under every policy, so that what is made of them is a loss."""
+        model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
+        amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy)
+        params, loss = [*model.parameters()], amp.model(torch.randn(8, 4)).square().mean()
+        grads = amp.grad(loss, params, create_graph=True)
+        product = amp.grad(sum(g.sum() for g in grads), params, retain_graph=True)
+        assert {g.dtype for g in (*grads, *product)} == {torch.float32}
+        amp.backward(sum(g.square().sum() for g in grads))
+        assert amp.step()
+
     @pytest.mark.parametrize("drops", [False, True])
     def test_a_penalty_that_overflows_is_the_scales_fault(self, drops: bool) -> None:
         model = nn.Linear(1, 1, bias=False)

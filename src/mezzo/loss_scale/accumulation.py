@@ -253,24 +253,24 @@ def _instead(loss: object) -> str:
 _ORDER = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def check_loss(loss: Tensor, wanted: torch.dtype) -> None:
-    """Refuse, by a StepError, a loss that gives no true gradients: not one number, without graph, or of a narrower dtype than is `wanted`. Host only."""
+def check_loss(loss: Tensor, wanted: torch.dtype, call: str = "backward(loss)") -> None:
+    """Refuse, by a StepError that names the call, a loss that gives no true gradients: not one number, without graph, or of a narrower dtype than is `wanted`. Host only."""
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.dtype.is_floating_point:
         what = f"{dtype_name(loss.dtype)}{list(loss.shape)}" if isinstance(loss, Tensor) else kind_of(loss)
-        raise StepError(f"backward(loss) takes one floating number with its graph, not {what}. {_instead(loss)}")
+        raise StepError(f"{call} takes one floating number with its graph, not {what}. {_instead(loss)}")
     if loss.is_meta:
         raise StepError(
-            "backward(loss) was given a loss on the meta device, where nothing has values: the model was moved there after "
+            f"{call} was given a loss on the meta device, where nothing has values: the model was moved there after "
             "mezzo.prepare. Move it before, or amp.release() it, move it, and prepare it again where it has values."
         )
     if not loss.requires_grad:
         raise StepError(
-            "backward(loss) was given a loss that no parameter leads to: it was detached, made anew with torch.tensor, "
+            f"{call} was given a loss that no parameter leads to: it was detached, made anew with torch.tensor, "
             "computed under torch.no_grad(), or every parameter is frozen. Hand over the loss as the model made it."
         )
     if loss.dtype is not wanted and _ORDER.index(loss.dtype) < _ORDER.index(wanted):
         raise StepError(
-            f"backward(loss) was given a {dtype_name(loss.dtype)} loss, and the policy declares loss={dtype_name(wanted)}: "
+            f"{call} was given a {dtype_name(loss.dtype)} loss, and the policy declares loss={dtype_name(wanted)}: "
             f"its scaled gradient may overflow {dtype_name(loss.dtype)}. Compute it from outputs in "
             f"{dtype_name(wanted)}, as in loss_fn(output.float(), target), or write policy 'loss={dtype_name(loss.dtype)}'."
         )

@@ -188,7 +188,7 @@ class Gradients:
                 "scaled(loss) was called outside of `with amp.external_backward():`, whose backward passes it is for. "
                 "Write amp.backward(loss) for a loss of your own, which needs no scaling."
             )
-        check_loss(loss, self._loss_dtype)
+        check_loss(loss, self._loss_dtype, "scaled(loss)")
         return loss if is_pipeline_dry_run() else self._pending.scaled(loss)
 
     def grad(
@@ -201,17 +201,15 @@ class Gradients:
         allow_unused: bool,
     ) -> tuple[Tensor, ...]:
         """Return true gradients, computed scaled; see `Stepper.grad`. Syncs: no."""
-        check_loss(outputs, self._loss_dtype)
+        check_loss(outputs, self._loss_dtype, "amp.grad(outputs, inputs)")
         scale = scale if self._pending is None else self._pending.scale
         scaled = outputs if scale is None else outputs * move(scale, outputs.device)
         found = torch.autograd.grad(
             scaled, inputs, create_graph=create_graph, retain_graph=retain_graph, materialize_grads=allow_unused
         )
         self._note_penalty(outputs, found)
-        if scale is None:
-            return found
-        wide = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in found]
-        return tuple(g * move(scale, g.device).reciprocal() for g in wide)
+        wide = tuple(g.to(torch.promote_types(g.dtype, torch.float32)) for g in found)
+        return wide if scale is None else tuple(g * move(scale, g.device).reciprocal() for g in wide)
 
     @contextmanager
     def unscaled(self) -> Iterator[dict[str, Tensor]]:

@@ -151,7 +151,7 @@ class Stepper(PreparedRun):
             allow_unused: inputs that were not used give zeros, instead of an error.
 
         Returns:
-            For each input its gradient, in the input's shape; fp32 for 16-bit inputs where the loss is scaled.
+            For each input its gradient, in the input's shape; fp32 for 16-bit inputs.
 
         Raises:
             StepError: as for `backward`.
