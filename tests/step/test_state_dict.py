@@ -343,3 +343,19 @@ def test_state_of_a_group_that_was_removed_is_named_when_it_is_saved() -> None:
     for p in group["params"]:
         del amp.optimizers[0].state[p]
     assert len(amp.state_dict()["optimizers"][0]["state"]) == 2
+
+
+@pytest.mark.parametrize(("policy", "scale"), [("fp16", 256.0), ("fp16-master", 256.0), ("bf16", 1.0)])
+def test_the_loss_scale_of_a_checkpoint_of_torchs_scaler(policy: str, scale: float) -> None:
+    """The three states that a loop of torch.amp saves: a scale that was found is not looked for again."""
+    plain = nn.Linear(4, 2)
+    optimizer, scaler = torch.optim.AdamW(plain.parameters()), torch.amp.GradScaler("cpu", init_scale=256.0)
+    scaler.scale(plain(torch.ones(2, 4)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    saved = {"model": plain.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
+    model = nn.Linear(4, 2)
+    amp = mezzo.prepare(model, torch.optim.AdamW(model.parameters()), policy)
+    sentences = amp.load_state_dict(saved)
+    assert amp.scale == scale and not any("no loss scale was saved" in s for s in sentences)
+    assert any("the saved loss scale 256 is dropped" in s for s in sentences) is (policy == "bf16")

@@ -133,7 +133,10 @@ def check(state: Mapping[str, Any], num_optimizers: int) -> dict[str, Any]:
             f"the checkpoint has the state of {len(saved)} optimizers, and this run has {num_optimizers}. Prepare the "
             "model with the optimizers it was saved with."
         )
-    return {**dict.fromkeys(_KEYS), **state, "optimizers": saved}
+    scaling = state.get("scaling")
+    if "format" not in given and isinstance(scaler := given.get("scaler"), Mapping) and "scale" in scaler:  # of torch's
+        scaling = {"scale": scaler["scale"], "growth_tracker": scaler.get("_growth_tracker", 0)}
+    return {**dict.fromkeys(_KEYS), **state, "optimizers": saved, "scaling": scaling}
 
 
 def load_(
