@@ -26,8 +26,7 @@ from .leftovers import (
     WeightLayouts,
     forget_zeros_,
     is_stale,
-    is_zero,
-    multiplied_by_zero,
+    nonzero,
     refuse_no_params,
     refuse_replaced,
     why_no_gradients,
@@ -267,7 +266,7 @@ class Gradients:
         """Whether somebody set all gradients to zero in place since the backward pass, and so dropped the step. Syncs: only if all were written."""
         held = [p for p in params if p.grad is not None] if self._pending is not None and graph_task_id() == -1 else []
         is_written = bool(held) and all(self._versions.changed((p,)) for p in held)  # mostly the first is not
-        return is_written and all(map(is_zero, held))
+        return is_written and not any(p.grad.any() for p in held if p.grad is not None)
 
     @property
     def pending(self) -> AccumulationState:
@@ -384,15 +383,14 @@ class Gradients:
             forget_zeros_(pending, changed)
         if pending.scale is None and not any(map(is_summed_apart, params)):
             self._versions.note(params)
-            return
-        edited = self._versions.edited(params)
-        if edited := [p for p in edited if not is_zero(p)] or multiplied_by_zero(self._optimizers, edited):
+        elif edited := nonzero(self._optimizers, self._versions.edited(params)):
             raise StepError(
                 f"the gradients of {listed([self._names[p] for p in edited])} were changed since backward(loss), while they carry the loss scale. "
                 "Edit them inside `with amp.unscaled_grads():`, clip with amp.step(max_norm=...), and write "
                 "amp.backward(loss) for every loss.backward()."
             )
-        self._versions.note(params)
+        else:
+            self._versions.note(params)
 
     def _refuse_while_shown(self, call: str) -> None:
         if self._is_shown:

@@ -119,17 +119,17 @@ def is_zero(param: Tensor) -> bool:
     return param.grad is not None and not bool(param.grad.any())
 
 
-def multiplied_by_zero(optimizers: Iterable[Optimizer], edited: Iterable[Tensor]) -> list[Tensor]:
-    """Return, of parameters whose gradients became zeros, those of an optimizer that were all multiplied by 0: zeros that are set have no sign.
+def nonzero(optimizers: Iterable[Optimizer], edited: Sequence[Tensor]) -> list[Tensor]:
+    """Return the parameters whose gradients somebody did not set to zeros; those of an optimizer too that were all multiplied by 0.
 
-    So does a clip whose norm overflowed. Syncs: yes.
+    So does a clip whose norm overflowed, and leaves zeros of both signs. Syncs: yes.
     """
-    strided = [(p, g) for p in edited if (g := p.grad) is not None and g.layout is torch.strided and not g.is_complex()]
-    zeros, found = dict(strided), []
-    for one in optimizers:
-        own = [p for p in parameters(one) if p.grad is not None]
-        signs = [zeros[p].signbit().any() for p in own if p in zeros]
-        found += own if len(signs) == len(own) and any(signs) else []
+    if found := [p for p in edited if not is_zero(p)]:
+        return found
+    signed = [p for p in edited if (g := p.grad) is not None and g.layout is torch.strided and not g.is_complex()]
+    for own in [[p for p in parameters(one) if p.grad is not None] for one in optimizers]:
+        if {*own} <= {*signed} and any(bool(p.grad.signbit().any()) for p in own if p.grad is not None):
+            found += own
     return found
 
 
