@@ -17,7 +17,7 @@ import mezzo
 import mezzo.train
 from mezzo.errors import ConfigError, MezzoError, PolicyError, as_flag, check_given
 from mezzo.formats import native_support, parse_dtype, ulp
-from mezzo.loss_scale import LossScale, has_nonfinite, next_state, unscale_
+from mezzo.loss_scale import LossScale, next_state
 from mezzo.policy import ModuleRule
 from mezzo.train import parameter_groups
 
@@ -127,10 +127,6 @@ DOORS: dict[str, tuple[Callable[[Any], object], set[str]]] = {
     "GradScaler(enabled)": (lambda v: mezzo.GradScaler("cpu", enabled=v), FLAGS),
     "GradScaler(min_scale)": (lambda v: mezzo.GradScaler("cpu", min_scale=v), {"int", "0"}),
     "GradScaler.mark_scaled": (lambda v: mezzo.GradScaler("cpu").mark_scaled(v), set()),
-    "unscale_(grads)": (lambda v: unscale_(v, 2.0), {"empty", "no list", "no tensor", "tensor of 1", "tensor", "meta", "complex tensor"}),
-    "unscale_, a gradient": (lambda v: unscale_([v], 2.0), {"no tensor", "tensor of 1", "tensor", "meta", "complex tensor"}),
-    "unscale_(scale)": (lambda v: unscale_([torch.ones(2)], v), {*NUMBERS, "array 0-d", "tensor of 1"}),
-    "has_nonfinite": (lambda v: has_nonfinite([v]), {"no tensor", "tensor of 1", "tensor", "meta", "complex tensor"}),
     "next_state(state)": (lambda v: next_state(v, True, CONFIG), set()),
     "next_state(config)": (lambda v: next_state(STATE, True, v), set()),
     "next_state(state.scale)": (lambda v: next_state(LossScale(scale=v), 0, CONFIG).scale is None, {*NUMBERS, "tensor of 1"} - {"True"}),

@@ -11,9 +11,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.loss_scale.test_unscale import unscale_
 
 from mezzo.errors import LossScaleExhausted
-from mezzo.loss_scale import GradScaler, LossScale, next_state, unscale_
+from mezzo.loss_scale import GradScaler, LossScale, next_state
 from mezzo.policy import ScalingConfig
 
 CLEAN, INF, NAN = 1.0, math.inf, math.nan

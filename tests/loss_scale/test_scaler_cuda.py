@@ -7,10 +7,11 @@ import math
 import pytest
 import torch
 from tests.cuda_waits import no_waiting
+from tests.loss_scale.test_unscale import unscale_
 from torch import nn
 
 from mezzo.errors import LossScaleExhausted
-from mezzo.loss_scale import GradScaler, unscale_
+from mezzo.loss_scale import GradScaler
 from mezzo.loss_scale.scale_state import AsyncFlag
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from tests.distributed.ranks import run
+from tests.loss_scale.test_unscale import unscale_
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 from mezzo.errors import ScalerError
-from mezzo.loss_scale import GradScaler, has_nonfinite, unscale_
+from mezzo.loss_scale import GradScaler, has_nonfinite
 
 WORLD = 2
 pytestmark = pytest.mark.distributed

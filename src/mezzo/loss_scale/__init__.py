@@ -25,7 +25,7 @@ from .state import LossScale as LossScale
 from .state import can_move_in_place as can_move_in_place
 from .state import move_ as move_
 from .state import next_state as next_state
+from .unscale import divide_ as divide_
 from .unscale import has_nonfinite as has_nonfinite
 from .unscale import is_unusable as is_unusable
 from .unscale import real_values as real_values
-from .unscale import unscale_ as unscale_

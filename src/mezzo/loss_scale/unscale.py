@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .._torch import foreach_mul_, foreach_norm, foreach_unscale_, neg_view, sparse_values
-from ..errors import MasterError, OperandError
-from ..formats import describe, is_number, number_of
+from ..errors import MasterError
+from ..formats import describe
 from ..kernels import factor_for, move
 
 if TYPE_CHECKING:  # importing DTensor costs start-up time that runs without shards need not pay
@@ -35,49 +35,24 @@ class _Group(NamedTuple):
 
 
 @torch.no_grad()
-def unscale_(grads: Iterable[Tensor], scale: Tensor | float) -> Tensor:
-    """Divide gradients by the loss scale and report whether any was non-finite.
+def divide_(grads: Iterable[Tensor], inverse: Tensor, found: Tensor, *, allow_fp16: bool = False) -> Tensor:
+    """Multiply gradients by the reciprocal of the loss scale, and return whether any was non-finite before.
 
     Args:
-        grads: gradients of any shapes: dense, sparse or sharded (DTensor); fp32, fp64, bf16 or complex; any devices.
-        scale: the scale of the loss they came from, shape (), fp32; the number 1 leaves them as they are.
+        grads: of any shapes: dense, sparse or sharded (DTensor); fp32, fp64, bf16 or complex; any devices.
+        inverse: shape (), fp32. For a power of two it is exact.
+        found: 1 if something was found already, else 0; shape (), fp32.
+        allow_fp16: whether fp16 gradients may be divided, of which small ones flush to 0.
 
     Returns:
-        Shape (), fp32, on the device of `scale` (of the first gradient for a number): 1 if any element was inf
-        or NaN before dividing, or if the scale has no usable reciprocal; else 0. A finding in a shard is shared
-        by every rank of its mesh.
+        Shape (), fp32, on the device of `found`: 1 if any element was inf or NaN or something was found already, else 0. A
+        finding in a shard is shared by every rank of its mesh.
 
     Raises:
-        MasterError: fp16 gradients; dividing them in fp16 would flush what scaling saved. None is changed.
-        OperandError: something else than floating tensors and the number that a scale is. None is changed.
+        MasterError: fp16 gradients that are not allowed. None is changed.
 
-    Writes: every tensor in `grads`, one pass per device and dtype.
-    Syncs: no; one all-reduce per mesh for sharded gradients.
-    Source: Micikevicius et al. 2018, section 3.2. For a power of two the fp32 reciprocal is exact.
-
-    >>> g = [torch.tensor([2.0])]; float(unscale_(g, torch.tensor(2.0))), g[0].item()
-    (0.0, 1.0)
-    """
-    grads = _checked("unscale_", grads)
-    scale = scale if isinstance(scale, Tensor) else number_of(scale)
-    if (isinstance(scale, Tensor) and (scale.numel() != 1 or scale.is_complex() or scale.is_meta)) or not (
-        isinstance(scale, Tensor | float) or is_number(scale)
-    ):
-        raise OperandError(f"unscale_ was given {describe(scale)} for scale; give a number, or a tensor of one.")
-    if not isinstance(scale, Tensor):
-        if scale == 1.0:
-            return has_nonfinite(grads)
-        home = real_values(grads[0]).device if grads else torch.device("cpu")
-        scale = torch.full((), scale, dtype=torch.float32, device=home)
-    scale = scale.detach().to(torch.float32)
-    return divide_(grads, scale.reciprocal(), is_unusable(scale))
-
-
-@torch.no_grad()
-def divide_(grads: Iterable[Tensor], inverse: Tensor, found: Tensor, *, allow_fp16: bool = False) -> Tensor:
-    """Multiply gradients by the reciprocal of the loss scale, shape (), fp32, and return what `unscale_` does; 1 too if something was `found` already.
-
-    Writes: every tensor in `grads`. Syncs: no.
+    Writes: every tensor in `grads`, one pass per device and dtype. Syncs: no; one all-reduce per mesh for sharded gradients.
+    Source: Micikevicius et al. 2018, section 3.2.
     """
     groups = _grouped(grads)
     half = [part for group, parts in groups.items() if group.dtype is torch.float16 for part in parts]
@@ -91,22 +66,11 @@ def divide_(grads: Iterable[Tensor], inverse: Tensor, found: Tensor, *, allow_fp
 
 @torch.no_grad()
 def has_nonfinite(grads: Iterable[Tensor]) -> Tensor:
-    """Return 1 if any element of gradients as `unscale_` takes them, or in fp16, is inf or NaN, else 0: shape (), fp32, on the device of the first.
+    """Return 1 if any element of gradients as `divide_` takes them is inf or NaN, else 0: shape (), fp32, on the device of the first.
 
     Writes: no value; torch's kernel puts each back in its place, which version counters show. Syncs: no; one all-reduce per mesh for sharded gradients.
     """
-    return _combined(_grouped(_checked("has_nonfinite", grads)), _search, None)
-
-
-def _checked(call: str, grads: Iterable[Tensor]) -> list[Tensor]:
-    try:
-        known = list(grads)
-    except TypeError:
-        known = [cast(Tensor, grads)]
-    for grad in known:
-        if not isinstance(grad, Tensor) or not (grad.is_floating_point() or grad.is_complex()):
-            raise OperandError(f"{call} was given {describe(grad)} for a gradient; give a list of floating tensors.")
-    return known
+    return _combined(_grouped(grads), _search, None)
 
 
 def is_unusable(scale: Tensor) -> Tensor:
