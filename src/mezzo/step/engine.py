@@ -275,7 +275,8 @@ class Engine:
         return result
 
     def announce(self, optimizer: Optimizer | None, clip: Clip) -> None:
-        """Have the other ranks told, with what this step finds, what it is, and whether something was loaded or written since the last. Syncs: no."""
+        """Take note of how the step clips, and have the other ranks told, with what this step finds, what it is, and whether something was loaded or written since the last. Syncs: no."""
+        self.recovery.clip = clip
         if (consensus := self.consensus) is None:
             return
         if consensus.has_parts or not consensus.every:

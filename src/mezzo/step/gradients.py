@@ -96,7 +96,7 @@ class Gradients:
         by_turns: bool,
     ) -> None:
         self.home = next((p.device for p in names), torch.device("cpu"))
-        self._model, self._optimizers, self._names, self._loss_dtype = model, optimizers, names, loss_dtype
+        self._model, self.optimizers, self._names, self._loss_dtype = model, optimizers, names, loss_dtype
         self._by_turns = by_turns
         self._had: dict[Tensor, str] = {}
         self._nums_found: set[int] = set()
@@ -233,10 +233,10 @@ class Gradients:
         """Drop the gradients and the step in the making. Syncs: no."""
         self._refuse_while_shown("zero_grad()")
         try:
-            for optimizer in self._optimizers:
+            for optimizer in self.optimizers:
                 drop(optimizer, set_to_none)
         except (AttributeError, TypeError):
-            refuse_no_params(self._optimizers)
+            refuse_no_params(self.optimizers)
             raise
         if any([p.grad is not None for p in self._others]):
             self._model.zero_grad(set_to_none)
@@ -277,7 +277,7 @@ class Gradients:
     def require(self, call: str) -> AccumulationState:
         """Return the step in the making; a StepError if there is none, or its gradients are not whole."""
         self._refuse_while_shown(call)
-        if not self._optimizers:
+        if not self.optimizers:
             raise StepError(
                 f"{call} was called on a model prepared without an optimizer, for inference. "
                 "Write mezzo.prepare(model, optimizer, policy)."
@@ -316,7 +316,7 @@ class Gradients:
         self._add_up_parts()
         if [p.nbytes for p in self.layouts.noted] != self.layouts.num_bytes:
             self.layouts.refuse_changed(has_grads=True)
-        chosen = {k: o for k, o in enumerate(self._optimizers) if optimizer is None or o is optimizer}
+        chosen = {k: o for k, o in enumerate(self.optimizers) if optimizer is None or o is optimizer}
         found = grads_of(chosen, None if pending.scale is None else pending.scale.reciprocal())
         if (count := sum([len(one.params) for one in found])) not in self._nums_found:  # a replaced one has none
             refuse_replaced(self._model, self._had)
@@ -336,7 +336,7 @@ class Gradients:
         """End the step, that of the optimizers which `stepped`: what gradients are left are spent. Syncs: no."""
         if self._pending is not None:
             self._closed, self._pending = self._pending, None
-        if stepped and self._closed and (len(stepped) < len(self._optimizers) or self._leftovers.is_part):
+        if stepped and self._closed and (len(stepped) < len(self.optimizers) or self._leftovers.is_part):
             self._leftovers.close(stepped, self._closed)
         self._versions.close(self.parameters())
 
@@ -347,8 +347,8 @@ class Gradients:
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters of all optimizers, each once. Host only."""
-        params = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
-        return params if len(self._optimizers) == 1 else list({id(p): p for p in params}.values())
+        params = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        return params if len(self.optimizers) == 1 else list({id(p): p for p in params}.values())
 
     def _note_penalty(self, outputs: Tensor, found: Iterable[Tensor]) -> None:
         """Remember that true gradients of a finite number came out not finite: then the scale is to blame."""

@@ -232,6 +232,7 @@ class Guard:
     Attributes:
         is_troubled: whether the last step that was read was skipped.
         may_stop: whether the next step may be the last one, or the first that needs a diagnosis.
+        last_norm: of the gradients of the last step that was taken; None before the first.
     """
 
     def __init__(
@@ -244,6 +245,7 @@ class Guard:
         self.config, self.scaling, self._nonfinite_weights = config, scaling, nonfinite_weights
         self.floor = floor
         self._unread: list[StepResult] = []
+        self.last_norm: LateNorm | float | None = None
         self.become(GuardState(next_scale=math.inf if scaling is None else scaling.init_scale))
 
     def become(self, state: GuardState) -> None:
@@ -304,6 +306,8 @@ class Guard:
 
     def _read(self, result: StepResult) -> None:
         flags = result.flags()
+        if flags.applied:
+            self.last_norm = flags.grad_norm
         if self._is_calm and flags.applied and flags.flushed == 0 and not _is_low(flags, self.floor):
             self._uneventful += 1
             return

@@ -8,17 +8,20 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..binding import AfterForward, Binding
 from ..binding.bind import bind
 from ..distributed import RankConsensus
 from ..errors import NonFiniteStep, PolicyError, StoppedRun
 from ..formats import LOW_DTYPES, dtype_name
+from ..kernels import local
 from ..loss_scale import LossScale
+from ..optim import SGD, AdamW, local_optimizer, parameters, wrapped_optimizer
 from ..policy import Policy
 from ..stamp import Stamp
 from .buffers import Buffers
@@ -29,6 +32,7 @@ from .ranks import waits_for_ranks
 from .replay import Replay
 from .result import StepFlags, StepResult
 from .state_dict import load_scale_
+from .update import Clip
 
 if TYPE_CHECKING:
     from ..trace import Diagnosis
@@ -37,7 +41,7 @@ _log = logging.getLogger("mezzo.step")
 
 
 class Recovery:
-    """Reads what past steps found and acts on it; `binding` is as given, or the one that demotion made of it."""
+    """Reads what past steps found and acts on it; `binding` is as given, or the one that demotion made of it, `clip` how the last step clips."""
 
     def __init__(
         self,
@@ -56,6 +60,7 @@ class Recovery:
         self.replay = Replay(model)
         self._model, self._gradients, self._buffers, self._loss_scale = model, gradients, buffers, loss_scale
         self._skip: StepFlags[float] | None = None
+        self.clip = Clip()
 
     def keep(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, with_loss: bool
@@ -103,11 +108,16 @@ class Recovery:
         """Return the error with what running the last batch again has shown. Syncs: at every op."""
         skip = self._skip if stop.is_batch_to_blame else None
         found = None if skip is None else self._diagnosis(skip, consensus)
-        if found is None:
+        rate = "" if skip is None else self._rate_to_blame()
+        if found is None and not rate:
             return stop
-        error = type(stop)(stop.what, f"{found.sentence} {found.fix or stop.advice}".strip())
-        error.report = found.report
+        sentence, fix = ("", "") if found is None else (found.sentence, found.fix)
+        error = type(stop)(stop.what, " ".join(filter(None, (rate, sentence, fix or stop.advice))))
+        error.report = None if found is None else found.report
         return error
+
+    def _rate_to_blame(self) -> str:
+        return rate_to_blame(self._gradients.optimizers, self.guard.last_norm, self.clip)
 
     def demote_again(self, edits: Sequence[str]) -> tuple[str, ...]:
         """Add the rules that a run demoted to before it was saved, if this policy demotes; return all edits in force. Writes: as `adopt`."""
@@ -133,11 +143,11 @@ class Recovery:
     def _explain_early(self, skip: StepFlags[float], consensus: RankConsensus | None) -> None:
         """Log why the loss is not finite, where a second batch in a row shows that it is not the batch."""
         found = self._diagnosis(skip, consensus)
-        if found is not None and found.sentence:
-            _log.warning(
-                "step %d: the loss is inf or NaN again; why: %s %s",
-                self.guard.state.counters.seen, found.sentence, found.fix,
-            )  # fmt: skip
+        rate = self._rate_to_blame()
+        if rate or (found is not None and found.sentence):
+            why = (rate, *((found.sentence, found.fix) if found is not None else ()))
+            said = " ".join(filter(None, why))
+            _log.warning("step %d: the loss is inf or NaN again; why: %s", self.guard.state.counters.seen, said)
 
     def _diagnosis(self, skip: StepFlags[float], consensus: RankConsensus | None) -> Diagnosis | None:
         """Run the last batch again under the tracer, where no rank waits for another in it. Syncs: at every op."""
@@ -179,6 +189,50 @@ class Recovery:
             # It fell because of an overflow that is mended now.
             list(load_scale_(self._loss_scale, asdict(LossScale.start(policy.scaling)), policy.scaling, ExitStack()))
         return True
+
+
+@torch.no_grad()
+def rate_to_blame(optimizers: Sequence[Optimizer], last_norm: SupportsFloat | None, clip: Clip) -> str:
+    """Say that the last update was as large as the weights it was made to, which ends in an overflow of any format; empty where it was not, or is not known.
+
+    `last_norm` is that of the gradients of the last step that was taken, before it was clipped. Syncs: yes.
+    """
+    for optimizer in (wrapped_optimizer(local_optimizer(one)) for one in optimizers):
+        params = [p for p in parameters(optimizer) if p.requires_grad and p.is_floating_point()]
+        updates = [_last_update(optimizer, group, p) for group in optimizer.param_groups for p in group["params"]]
+        update, size, num = math.hypot(*updates), math.hypot(*map(_norm, params)), sum(local(p).numel() for p in params)
+        rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+        if not update and len(optimizers) == 1 and last_norm is not None and isinstance(optimizer, _SGD):
+            ends = (clip.max_norm, None if clip.value is None else float(clip.value) * math.sqrt(num))
+            update = min(rates) * min(float(last_norm), *(float(end) for end in ends if end is not None), math.inf)
+        if update > _REPLACED * size and update > _LEAST_UPDATE * math.sqrt(num):
+            return (
+                f"The last update of {type(optimizer).__name__} at lr={max(rates):g} was {update / size:.0%} as large as its weights are now: the "
+                f"learning rate is too high, and no rule of a policy repairs that. Write lr={max(rates) / 10:g} or less, warm it up, or clip "
+                "by amp.step(max_norm=1.0)."
+            )
+    return ""
+
+
+def _last_update(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) -> float:
+    """Return the norm of what an Adam or a running sum of SGD last moved a weight by, as its state tells it, or 0. Syncs: yes."""
+    entry, rate = optimizer.state.get(param, {}), float(group.get("lr", 0))
+    if isinstance(optimizer, _ADAM) and float(entry.get("step", 0)):
+        below, above = (1 - float(beta) ** float(entry["step"]) for beta in group["betas"])
+        mean, square = (local(entry[name]).float() for name in ("exp_avg", "exp_avg_sq"))
+        return rate * _norm(mean / below / ((square / above).sqrt() + group["eps"]))
+    total = entry.get("momentum_buffer") if isinstance(optimizer, _SGD) else None
+    return 0.0 if total is None else rate * _norm(total)
+
+
+def _norm(tensor: Tensor) -> float:
+    """Return the norm of a tensor, or of this rank's shard of it: nobody waits for the others. Syncs: yes."""
+    return float(local(tensor.detach()).float().norm())
+
+
+_ADAM, _SGD = (torch.optim.Adam, AdamW), (torch.optim.SGD, SGD)
+_REPLACED, _LEAST_UPDATE = 0.5, 0.1
+"""Share of the weights, and root mean square, of an update that no healthy run makes: weights that begin at 0 are made by their first update, of a small one."""
 
 
 def _nonfinite_weights(

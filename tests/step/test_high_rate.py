@@ -1,0 +1,89 @@
+"""A run that a learning rate too high has blown up is told the rate first, and one that overflows for another reason is not."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from tests.step.replay_models import FeedForward, fail
+from tests.step.step_models import batch, mse
+from torch import nn
+
+import mezzo
+from mezzo.errors import LossScaleExhausted, NonFiniteStep
+
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.3),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.3, momentum=0.9),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=30.0),
+    "mezzo-adamw": lambda params: mezzo.optim.AdamW(params, lr=30.0),
+    "mezzo-sgd": lambda params: mezzo.optim.SGD(params, lr=0.3),
+    "masters": lambda params: mezzo.optim.MasterWeights(torch.optim.AdamW(params, lr=30.0)),
+}
+
+
+def deep() -> nn.Module:
+    layers = [layer for _ in range(3) for layer in (nn.Linear(32, 32), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(32, 1))
+
+
+def blow_up(optimizer: str, policy: str) -> str:
+    model = deep()
+    amp = mezzo.prepare(model, OPTIMIZERS[optimizer](model.parameters()), f"{policy}, guard.check_every=0")
+    x = torch.randn(64, 32)
+    with pytest.raises((NonFiniteStep, LossScaleExhausted)) as caught:
+        for _ in range(60):
+            amp.zero_grad()
+            amp.backward((model(x) - x.sum(1, keepdim=True)).square().mean())
+            amp.step()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("policy", ["fp16", "fp16-master"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_rate_is_named_before_any_rule(optimizer: str, policy: str, caplog: pytest.LogCaptureFixture) -> None:
+    if optimizer == "masters" and policy == "fp16":
+        pytest.skip("fp32 weights need no masters")
+    said = blow_up(optimizer, policy)
+    rate = "lr=0.3" if "sgd" in optimizer or optimizer == "momentum" else "lr=30"
+    assert f"at {rate} was " in said and "the learning rate is too high" in said, said
+    assert "Write lr=0.03 or less" in said or "Write lr=3 or less" in said
+    assert said.index("learning rate") < min(said.find(" to the policy") % 10**6, said.find("Run again") % 10**6), said
+    early = [r.getMessage() for r in caplog.records if "why: " in r.getMessage() and r.levelno >= logging.WARNING]
+    assert all("why: The last update of" in text for text in early)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "mezzo-sgd"])
+def test_the_rate_is_named_where_bf16_overflows(optimizer: str) -> None:
+    assert "the learning rate is too high" in blow_up(optimizer, "bf16")
+
+
+def test_a_clipped_gradient_that_was_large_is_no_update_that_was() -> None:
+    model = deep()
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16, guard.patience=2")
+    x = torch.randn(8, 32)
+    amp.backward(1e5 * model(x).float().square().mean())
+    assert amp.step(max_norm=0.01)
+    amp.zero_grad()
+    with pytest.raises(NonFiniteStep) as caught:
+        for _ in range(3):
+            amp.backward(model(x * torch.inf).square().mean())
+            amp.step(max_norm=0.01)
+            amp.zero_grad()
+    assert "learning rate" not in str(caught.value)
+
+
+def test_an_overflow_of_another_reason_is_told_as_before() -> None:
+    model = FeedForward(1.0)
+    amp = mezzo.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), "fp16, output=fp32, guard.patience=2")
+    x, y = batch()
+    for _ in range(3):
+        amp.zero_grad()
+        amp.backward(mse(model(x), y))
+        amp.step()
+    amp.zero_grad()
+    with torch.no_grad():
+        model.down.weight.mul_(1000)
+    said = str(fail(amp, x, y))
+    assert "Add 'module:down=fp32' to the" in said and "learning rate" not in said
