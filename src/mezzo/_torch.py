@@ -493,8 +493,8 @@ def is_pipeline_dry_run() -> bool:
     return any(frame.f_code.co_name == "_backward_metadata_inference" for frame, _ in walk_stack(sys._getframe()))
 
 
-is_joining: Callable[[DistributedDataParallel], bool] = attrgetter("_join_config.enable")
-"""Whether a wrapper runs inside `with ddp.join():`. Without it such a run ends in a collective that nobody answers."""
+is_joining: Callable[[Any], bool] = attrgetter("_join_config.enable")
+"""Whether a wrapper or a ZeroRedundancyOptimizer runs inside `with ddp.join():` or `with Join([...]):`. Without it such a run ends in a collective that nobody answers."""
 comm_hooks: Callable[[DistributedDataParallel], Sequence[tuple[Callable[..., Any], Any]]] = attrgetter("_comm_hooks")
 """The communication hooks that somebody registered on a wrapper."""
 delayed_params: Callable[[DistributedDataParallel], Sequence[Tensor]] = attrgetter("_delay_all_reduce_params")

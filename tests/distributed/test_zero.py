@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.distributed.ranks import run
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import mezzo
@@ -261,3 +262,26 @@ def test_a_state_from_before_the_last_step_is_not_saved_beside_later_weights(pol
         "amp.state_dict() was asked of a ZeroRedundancyOptimizer, whose state was put together before its last step. Call "
         "optimizer.consolidate_state_dict(to=0) on every rank again, then amp.state_dict() on rank 0."
     )
+
+
+def _joining(rank: int, world: int, joins_wrapper: bool) -> str:
+    net = nn.Linear(4, 2)
+    ddp = DistributedDataParallel(net) if joins_wrapper else net
+    zero = ZeroRedundancyOptimizer(net.parameters(), optimizer_class=torch.optim.AdamW, lr=0.1)
+    amp = mezzo.prepare(net, zero, "bf16")
+    try:
+        with Join([ddp, zero] if joins_wrapper else [zero]):
+            for _ in range(3 + rank):
+                amp.zero_grad()
+                amp.backward(ddp(torch.ones(2, 4)).float().square().mean())
+                amp.step()
+    except mezzo.errors.DistributedError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize("joins_wrapper", [True, False])
+def test_uneven_inputs_by_join_are_refused_on_all_ranks_alike(joins_wrapper: bool) -> None:
+    first, second = run(2, _joining, joins_wrapper)
+    where = "ddp.join()" if joins_wrapper else "Join([optimizer])"
+    assert first == second and first.startswith(f"amp.backward was called inside `with {where}:`"), first

@@ -6,6 +6,7 @@ from .ddp import comm_stats as comm_stats
 from .ddp import comm_stats_around as comm_stats_around
 from .ddp import connect as connect
 from .ddp import disconnect as disconnect
+from .ddp import refuse_joining as refuse_joining
 from .fsdp import ShardWrapper as ShardWrapper
 from .fsdp import check_sharded as check_sharded
 from .fsdp import check_storage as check_storage

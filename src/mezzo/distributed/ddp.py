@@ -22,6 +22,16 @@ _connected: weakref.WeakKeyDictionary[DistributedDataParallel, ReplicaWrapper] =
 _COMPRESSING = {"fp16_compress_hook": torch.float16, "bf16_compress_hook": torch.bfloat16}
 
 
+def refuse_joining(joined: object, call: str) -> None:
+    """Refuse a backward pass that not all ranks would step behind, where a wrapper or optimizer runs inside of join. Raises: DistributedError. Host only."""
+    if is_joining(joined):
+        raise DistributedError(
+            f"amp.backward was called inside `with {call}:`, where a rank may run out of batches, and amp.step takes a "
+            "decision of all ranks. Give each rank as many batches (DistributedSampler pads, drop_last=True cuts), "
+            f"and leave {call.partition('(')[0].removeprefix('ddp.')}() out."
+        )
+
+
 class ReplicaWrapper(Wrapper):
     """Whole copies of a model on all ranks, held equal by averaging their gradients.
 
@@ -73,13 +83,8 @@ class ReplicaWrapper(Wrapper):
 
     def check_backward(self) -> None:
         """Refuse a backward pass that not all ranks would step behind, inside `with ddp.join():`, or that would not be averaged. Raises: DistributedError."""
-        ddp = self._ddp()
-        if ddp is not None and is_joining(ddp):
-            raise DistributedError(
-                "amp.backward was called inside `with ddp.join():`, where a rank may run out of batches, and amp.step takes a "
-                "decision of all ranks. Give each rank as many batches (DistributedSampler pads, drop_last=True cuts), "
-                "and leave join() out."
-            )
+        if (ddp := self._ddp()) is not None:
+            refuse_joining(ddp, "ddp.join()")
         waits_for_all = self._was_called and not self._has("find_unused_parameters")
         averages = waits_for_all and self._has("require_backward_grad_sync")
         if averages and (frozen := [name for name, p in self._params.items() if not p.requires_grad]):

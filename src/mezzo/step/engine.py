@@ -9,11 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
 from .._torch import is_capturing
 from ..binding import Binding, convert_, innermost, rebind, record, set_grad_dtype_, warn_of_replaced
-from ..distributed import RankConsensus, Signals, Wrapper, is_running
+from ..distributed import RankConsensus, Signals, Wrapper, is_running, refuse_joining
 from ..errors import StepError, StoppedRun
 from ..formats import LOW_DTYPES
 from ..kernels import any_dtensor, is_dtensor, norm_and_finite
@@ -67,6 +68,7 @@ class Engine:
         self.recovery = Recovery(self.root, binding, self.gradients, self.buffers, self.loss_scale, names)
         self.guard = self.recovery.guard
         self.replay = self.recovery.replay
+        self._joinable = [one for one in self.optimizers if isinstance(one, Joinable)]
         self._stepped = [SteppedOptions(optimizer, index) for index, optimizer in enumerate(self.optimizers)]
         self.callbacks: list[Callback] = []
         self.consensus: RankConsensus | None = None
@@ -215,6 +217,8 @@ class Engine:
         self.find_ranks()
         if self.consensus is not None:
             self.consensus.wrapper.check_backward()
+        for optimizer in self._joinable:
+            refuse_joining(optimizer, "Join([optimizer])")
         may_flush = self.guard.floor > 0 and inputs is None and not self.gradients.is_pending and self.replay.is_idle
         wants_probe = may_flush and self.guard.wants_probe(is_alone=self.consensus is None)
         try:
