@@ -150,6 +150,13 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().split("\n", 1)[0].rstrip(".") or type(error).__name__
 
 
+def interrupt_in(error: BaseException | None, handled: BaseException | None) -> BaseException | None:
+    """Return what is to end the program, as Ctrl-C is, of which a library made an error; None where nothing is, or it was being `handled` before."""
+    while error is not handled and isinstance(error, Exception):
+        error = error.__context__
+    return None if error is handled else error
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error is that of Python or torch, on any device, where memory ran out. torch has no class for it on the CPU."""
     return type(error).__name__ in ("MemoryError", "OutOfMemoryError") or "DefaultCPUAllocator" in str(error)

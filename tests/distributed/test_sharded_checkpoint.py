@@ -11,7 +11,9 @@ import pytest
 import torch
 from tests.distributed.models import Language
 from tests.distributed.ranks import run
+from tests.step.test_interrupted import interrupted
 from torch import Tensor, nn
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -286,3 +288,35 @@ def test_divided_state_which_one_rank_alone_puts_together_is_refused_by_all(tmp_
         )
         assert "torch.save(amp.state_dict(), file) on rank 0." in said
     assert run(1, _divided, str(tmp_path / "whole")) == ["saved"]
+
+
+@pytest.mark.parametrize("at", [50, 200, "moved"])
+def test_ctrl_c_in_a_checkpoint_goes_on_and_the_other_ranks_are_told(at: int | str, tmp_path: Path) -> None:
+    told = run(2, _interrupted, str(tmp_path / "a"), at)
+    assert told[0] == "interrupted"
+    assert told[1].startswith(f"cannot write {tmp_path / 'a'}: ") and "rank 0" in told[1]
+    assert run(1, _interrupted, str(tmp_path / "b"), at) == ["interrupted"]
+    assert not (tmp_path / "a").exists() and not (tmp_path / "b").exists()
+
+
+def _interrupted(rank: int, world: int, folder: str, at: int | str) -> str:
+    amp = _start(world, "copies", "bf16-master", "mezzo", seed=0)
+    inside = mezzo.files.__file__ if at == "moved" else filesystem.__file__
+    try:
+        if rank:
+            save_checkpoint(amp, folder)
+        elif interrupted(lambda: save_checkpoint(amp, folder), 18 if at == "moved" else int(at), inside):
+            return "interrupted"
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_disk_that_is_full_after_ctrl_c_is_told(tmp_path: Path) -> None:
+    amp = _start(1, "plain", "fp32", "torch", seed=0)
+    (tmp_path / "file").write_text("no folder")
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        with pytest.raises(CheckpointError, match="cannot write"):
+            save_checkpoint(amp, tmp_path / "file" / "a")

@@ -24,8 +24,8 @@ from mezzo.errors import StepError
 SRC = str(Path(mezzo.__file__).parent)
 
 
-def interrupted(call: Callable[[], object], at: int) -> bool:
-    """Run a call and raise KeyboardInterrupt at the start of one of mezzo's lines, counted from 0; return whether it got so far."""
+def interrupted(call: Callable[[], object], at: int, inside: str = SRC) -> bool:
+    """Run a call and raise KeyboardInterrupt at the start of one of the lines of mezzo, or of other files, counted from 0; return whether it got so far."""
     left = [at]
 
     def on_line(frame: FrameType, event: str, _: object) -> Any:
@@ -36,7 +36,7 @@ def interrupted(call: Callable[[], object], at: int) -> bool:
         return on_line
 
     def on_call(frame: FrameType, *_: object) -> Any:
-        return on_line if left[0] >= 0 and frame.f_code.co_filename.startswith(SRC) else None
+        return on_line if left[0] >= 0 and frame.f_code.co_filename.startswith(inside) else None
 
     before = sys.gettrace()
     sys.settrace(on_call)

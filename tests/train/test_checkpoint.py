@@ -254,6 +254,22 @@ def test_a_folder_that_may_not_be_written_is_no_full_disk(tmp_path: Path) -> Non
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_what_ends_a_program_goes_on_and_a_full_disk_after_it_is_told(
+    kind: type[BaseException], tmp_path: Path
+) -> None:
+    with pytest.raises(kind), saving.writing(tmp_path / "a"):
+        try:
+            raise kind
+        except kind:
+            raise RuntimeError("unexpected pos 3") from None  # as torch.save has it
+    try:
+        raise kind
+    except kind:
+        with pytest.raises(CheckpointError, match="No space left"), saving.writing(tmp_path / "a"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def test_a_folder_that_nobody_can_make_is_told_before_the_data_is_read(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"^cannot write /proc/runs/one: .* Name a folder that can be written"):
         run(tiny(tmp_path / "not-read.tsv", Path("/proc/runs/one")))

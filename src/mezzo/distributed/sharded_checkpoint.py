@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..errors import CheckpointError, MezzoError, first_line, kind_of
+from ..errors import CheckpointError, MezzoError, first_line, interrupt_in, kind_of
 from ..files import as_path, move_into_place
 from ..kernels import is_dtensor, like_dtensor, local
 from ..optim import parameters
@@ -206,29 +207,33 @@ def _read_(path: Path, tensors: dict[str, Any]) -> None:
 
 @contextmanager
 def _refusing(what: str, hint: str) -> Iterator[None]:
-    """Turn what torch raises inside the block, on this rank or another, into one sentence, the same on all."""
+    """Turn what torch raises inside the block, on this rank or another, into one sentence, the same on all; Ctrl-C goes on here, and the others are told."""
     from torch.distributed.checkpoint.api import CheckpointException
 
+    handled = sys.exc_info()[1]
     try:
         with warnings.catch_warnings(), Group().watching() if is_running() else nullcontext():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is no news on one rank
             yield
     except MezzoError:
         raise
-    except CheckpointException as error:  # not an Exception, but torch's only answer to a full disk
-        rank, (cause, _) = min(error.failures.items())
-        raise CheckpointError(f"{what}: rank {rank} says {first_line(cause)}. {hint}") from error
-    except Exception as error:
-        raise CheckpointError(f"{what}: {first_line(error)}. {hint}") from error
+    except (Exception, CheckpointException) as error:  # the latter, torch's answer even to a full disk, is no Exception
+        failures = {rank: cause for rank, (cause, _) in getattr(error, "failures", {}).items()}
+        own = failures.get(dist.get_rank() if is_running() else 0) if failures else error
+        if interrupt := interrupt_in(own, handled):
+            raise interrupt from None
+        rank = min(failures, default=None)
+        told = first_line(error) if rank is None else f"rank {rank} says {first_line(failures[rank])}"
+        raise CheckpointError(f"{what}: {told}. {hint}") from error
 
 
 def _on_first_rank(action: Callable[[], object]) -> None:
     """Do something on rank 0 while the others wait; if it fails, all fail."""
-    failure: OSError | None = None
+    failure: BaseException | None = None
     if not is_running() or dist.get_rank() == 0:
         try:
             action()
-        except OSError as error:
+        except BaseException as error:
             failure = error
     if is_running() and Group().any(failure is not None) and failure is None:
         raise OSError("rank 0 could not move it into its place")

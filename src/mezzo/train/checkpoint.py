@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from zipfile import ZipFile
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, MezzoError, first_line, listed
+from ..errors import CheckpointError, MezzoError, first_line, interrupt_in, listed
 from ..files import flush_to_disk, write_atomically
 from .config import TrainConfig
 from .model import quiet
@@ -28,11 +29,12 @@ FORMAT = 2
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn a failed write, of a full disk or a folder that is shut, into a CheckpointError that says what is still whole."""
+    handled = sys.exc_info()[1]
     try:
         yield
     except (OSError, RuntimeError) as error:  # torch.save wraps a full disk, and Ctrl-C, in a RuntimeError
-        if isinstance(error.__context__, KeyboardInterrupt):
-            raise error.__context__ from None
+        if interrupt := interrupt_in(error, handled):
+            raise interrupt from None
         cause = error if isinstance(error, OSError) else error.__context__
         reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else first_line(error)
         kept = "; the one before it is kept" if path.exists() and not isinstance(cause, NotADirectoryError) else ""
