@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -268,3 +272,36 @@ def test_tasks_that_take_turns_are_both_sampled(every: int) -> None:
             (losses[0] * (step % every == 0) + losses[1] * (step % every > 0)).backward()
             optimizer.step()
     assert w.report.sampled == 12 and not w.report.warnings, w.report.warnings
+
+
+def test_steps_after_one_that_raised_are_counted() -> None:
+    model, failing = nn.Linear(4, 1), [True]
+    optimizer = mezzo.optim.MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def hook(*_: object) -> None:
+        if failing[0]:
+            raise ValueError("somebody's hook")
+
+    optimizer.inner.register_step_pre_hook(hook)
+    with diagnose.watch(model, every=1) as w:
+        for failing[0] in (True, False, True, False, False):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            with pytest.raises(ValueError, match="hook") if failing[0] else nullcontext():
+                optimizer.step()
+    assert (w.report.num_steps, w.report.sampled) == (3, 3)
+
+
+@pytest.mark.parametrize("tool", [diagnose.watch, mezzo.monitor, lambda amp: mezzo.record(amp, "runs")])
+def test_a_released_run_is_refused_and_left_alone(
+    tool: Callable[[mezzo.Stepper], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = nn.Linear(4, 1)
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="fp32")
+    amp.release()
+    before = sorted(vars(amp))
+    with pytest.raises(mezzo.errors.StepError, match="this stepper was released"):
+        tool(amp)
+    assert sorted(vars(amp)) == before and list(tmp_path.iterdir()) == []
+    assert not any(m._forward_hooks for m in model.modules())

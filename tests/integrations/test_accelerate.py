@@ -194,11 +194,13 @@ def test_a_bound_that_would_leave_no_gradient_is_refused_where_it_is_given(ready
     accelerator, model, optimizer = ready
     before = [p.grad.clone() for p in model.parameters()]
     with pytest.raises(
-        mezzo.errors.StepError, match=r"max_norm=.*: gradients are clipped to a positive number; write one\."
+        mezzo.errors.StepError,
+        match=r"max_norm=.*: gradients are clipped to a positive number that fp32 holds; write one\.",
     ):
         accelerator.clip_grad_norm_(model.parameters(), bound, norm_type)
     with pytest.raises(
-        mezzo.errors.StepError, match=r"clip_value=.*: gradients are clipped to a positive number; write one\."
+        mezzo.errors.StepError,
+        match=r"clip_value=.*: gradients are clipped to a positive number that fp32 holds; write one\.",
     ):
         accelerator.clip_grad_value_(model.parameters(), bound)
     assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), before, strict=True))

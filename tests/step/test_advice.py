@@ -106,7 +106,7 @@ def test_what_stands_where_something_else_belongs(policy: str) -> None:
     amp = mezzo.prepare(model, optimizer, policy)
     amp.backward(F.mse_loss(model(X), X))
     refused(lambda: amp.step(optimizer), StepError, "amp.step(optimizer=...)")  # type: ignore[arg-type, call-overload]
-    refused(lambda: amp.step(max_norm=torch.ones(2)), StepError, "to a positive number; write one")  # type: ignore[arg-type, call-overload]
+    refused(lambda: amp.step(max_norm=torch.ones(2)), StepError, "to a positive number that fp32 holds; write one")  # type: ignore[arg-type, call-overload]
     assert amp.step(optimizer=optimizer)
     train(amp)
 

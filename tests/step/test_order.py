@@ -214,8 +214,8 @@ SENTENCES: dict[Callable[[mezzo.Stepper], None], str] = {
         "have no gradient: write a loss of real numbers."
     ),
     two_clippings: "step(max_norm=1.0, clip_value=1.0): clip by norm or by value, not both.",
-    clipped_to_nothing: "step(max_norm=0.0): gradients are clipped to a positive number; write one, or None.",
-    clipped_to_a_flag: "step(clip_value=True): gradients are clipped to a positive number; write one, or None.",
+    clipped_to_nothing: "step(max_norm=0.0): gradients are clipped to a positive number that fp32 holds; write one, or None.",
+    clipped_to_a_flag: "step(clip_value=True): gradients are clipped to a positive number that fp32 holds; write one, or None.",
     another_norm: (
         "step(norm_type='inf'): steps clip by the L2 norm alone. Write torch.nn.utils.clip_grad_norm_ with this norm_type "
         "inside `with amp.unscaled_grads():`, and then step without max_norm."

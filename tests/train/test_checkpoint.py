@@ -267,7 +267,7 @@ def test_what_ends_a_program_goes_on_and_a_full_disk_after_it_is_told(
         raise kind
     except kind:
         with pytest.raises(CheckpointError, match="No space left"), saving.writing(tmp_path / "a"):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from None
 
 
 def test_a_folder_that_nobody_can_make_is_told_before_the_data_is_read(tmp_path: Path) -> None:

@@ -311,6 +311,7 @@ def record(
     Raises:
         ConfigError: `every` below 1, something else to record, or `twice_every` without `loss_fn`.
         DataError: the folder holds another record, or cannot be written.
+        StepError: the stepper was released.
 
     Writes: the folder; `step` and `backward` of the stepper, until it is closed.
     Syncs: once in 16 steps, with the last of them, with each step that is run twice, and for a learning rate in a tensor.
@@ -324,6 +325,7 @@ def record(
         raise ConfigError(
             f"record was asked to keep {kind_of(amp)} with every={shown(every)}; give what mezzo.prepare returned, and a whole number of at least 1."
         )
+    _ = amp.policy  # which a stepper that was released refuses
     check_trial("record", None, loss_fn)
     path = as_path("record", "folder", folder)
     if segments(path):

@@ -19,7 +19,7 @@ from ..kernels import move
 from ..optim import keeps_masters, parameters, stepped_optimizer
 from ..stamp import Stamp
 from ..step import Inert, Stepper, StepResult
-from ..trace import Histogram, SampledRows, floating, spaced
+from ..trace import Histogram, SampledRows, floating, is_stepping, spaced
 from .trial import cover
 from .watch_report import Kind, StepRecord, TensorRecord, WatchReport
 
@@ -58,7 +58,7 @@ class Watch(AbstractContextManager["Watch"]):
         self._sampling: list[Any] = []
         self._states = {n: Stamp.of(b) for n, b in model.named_buffers() if b.dtype in LOW_DTYPES}
         self._ids = {id(p) for _, p in self._parameters}
-        self._running = 0
+        self._stepping: list[torch.optim.Optimizer] = []
         self._before: Tensor | None = None
         self._install()
 
@@ -101,22 +101,23 @@ class Watch(AbstractContextManager["Watch"]):
         self._leave = cover(self._amp, step=self._step, backward=self._backward)
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._running += self._owns(optimizer)
-        if self._running == 1 and self._owns(optimizer):
+        if not any(id(p) in self._ids for p in parameters(optimizer)):
+            return
+        # an optimizer inside another, as in MasterWeights, is part of its step; of one that an error ended no hook of torch's tells
+        self._stepping = [*filter(is_stepping, self._stepping), optimizer]
+        if len(self._stepping) == 1:
             self._note_masters([optimizer])
             self._before = self._timed(lambda: self._sample_before([optimizer])) if self._is_sampling else None
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._running -= self._owns(optimizer)
-        # an optimizer inside another, as in MasterWeights, is part of its step
-        if self._running == 0 and self._owns(optimizer):
+        if optimizer not in self._stepping:
+            return
+        del self._stepping[self._stepping.index(optimizer) :]
+        if not self._stepping:
             before = self._before
             if before is not None:
                 self._timed(lambda: self._compare_weights(before, [optimizer], _is_taken(optimizer)))
             self._end_step()
-
-    def _owns(self, optimizer: torch.optim.Optimizer) -> bool:
-        return any(id(p) in self._ids for p in parameters(optimizer))
 
     @property
     def _is_sampling(self) -> bool:
@@ -338,6 +339,7 @@ def watch(run: Stepper | nn.Module, *, every: int = 10, width: int = 1024) -> Wa
 
     Raises:
         ConfigError: `every` or `width` below 1, or something else to watch.
+        StepError: the stepper was released.
 
     Writes: hooks on leaf modules and parameters, and `step` and `backward` of a stepper or torch's global optimizer hooks, until it is
         closed.
@@ -357,6 +359,7 @@ def watch(run: Stepper | nn.Module, *, every: int = 10, width: int = 1024) -> Wa
             f"watch was asked for every={shown(every)}, width={shown(width)}; give whole numbers of at least 1."
         )
     if isinstance(run, Stepper):
+        _ = run.policy  # which a stepper that was released refuses
         return Watch(run.model, run, every, width)
     if isinstance(run, nn.Module):
         return Watch(run, None, every, width)

@@ -18,7 +18,7 @@ from ..errors import StepError, StoppedRun, kind_of, shown
 from ..formats import LOW_DTYPES, describe, is_number, is_one_of, number_of
 from ..optim import parameters
 from ..policy import Policy, PolicyLike, as_policy
-from ..step import Stepper, StepResult, is_bound, prepare
+from ..step import NO_BOUND, Stepper, StepResult, is_bound, prepare
 
 _log = logging.getLogger("mezzo.step")
 
@@ -305,7 +305,7 @@ def _with_grads(given: Iterable[Tensor] | Tensor) -> list[Tensor]:
 
 def _check_bound(name: str, bound: object) -> None:
     if not is_bound(bound):
-        raise StepError(f"clipping to {name}={describe(bound)}: gradients are clipped to a positive number; write one.")
+        raise StepError(f"clipping to {name}={describe(bound)}: {NO_BOUND}.")
 
 
 def _alone(model: nn.Module, policy: PolicyLike) -> Policy:

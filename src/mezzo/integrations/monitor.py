@@ -134,6 +134,7 @@ def monitor(amp: Stepper, *, every: int = 100, to: object = None) -> Monitor:
 
     Raises:
         ConfigError: no stepper, `every` below 1, a tracker of another kind, or a library that is not installed.
+        StepError: the stepper was released.
 
     Writes: the trackers; the observers of the stepper until it is closed. Syncs: in steps that are reported.
 
@@ -151,6 +152,7 @@ def monitor(amp: Stepper, *, every: int = 100, to: object = None) -> Monitor:
         raise ConfigError(
             f"monitor was asked for every={shown(every)}, which reports nothing. Write a whole number of 1 or more."
         )
+    _ = amp.policy  # which a stepper that was released refuses
     own = ExitStack()
     if to is None:  # the run of Weights & Biases, where one is on
         run = getattr(sys.modules.get("wandb"), "run", None)

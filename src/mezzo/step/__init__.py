@@ -6,5 +6,6 @@ from .prepare import prepare as prepare
 from .result import StepResult as StepResult
 from .stepper import Stepper as Stepper
 from .stepper import answers_misfits as answers_misfits
+from .update import NO_BOUND as NO_BOUND
 from .update import is_bound as is_bound
 from .update import needs_closure as needs_closure

@@ -167,6 +167,9 @@ def bound_of(top: Any) -> Any:
     return top if isinstance(top, float | bool | None) else number_of(top)
 
 
+NO_BOUND = "gradients are clipped to a positive number that fp32 holds; write one"
+
+
 def is_bound(top: Any) -> bool:
     """Whether gradients can be clipped to this: a positive number, inf for one; no flag. Syncs: for a tensor, once."""
     return is_number(bound_of(top), SMALLEST, math.inf)
@@ -186,9 +189,7 @@ class Clip:
             )
         for name, top in (("max_norm", self.max_norm), ("clip_value", self.value)):
             if top is not None and not is_bound(top):
-                raise StepError(
-                    f"step({name}={shown(top)}): gradients are clipped to a positive number; write one, or None."
-                )
+                raise StepError(f"step({name}={shown(top)}): {NO_BOUND}, or None.")
 
     def spelled(self) -> list[str]:
         """Return what was asked for, as arguments. Host only."""
