@@ -17,6 +17,7 @@ import torch
 from tests.step.step_models import Net, assert_same, batch, everything, mse
 from tests.step.test_all_or_nothing import assert_unchanged, facts
 from torch import nn
+from torch.autograd import grad_mode
 
 import mezzo
 from mezzo.errors import StepError
@@ -239,3 +240,30 @@ def test_an_interrupt_before_the_update_of_wrapped_masters_leaves_them_where_the
             assert all(map(torch.equal, map(one.master, params), masters)), at
         at += 2
     assert at > 20
+
+
+@pytest.mark.parametrize("inside", [SRC, grad_mode.__file__], ids=["mezzo", "torch"])
+@pytest.mark.parametrize("kind", ["split", "kahan", "fp32", "own"])
+def test_a_step_that_is_interrupted_anywhere_gives_back_what_it_took(kind: Any, inside: str) -> None:
+    params = [nn.Parameter(torch.randn(3).bfloat16()), nn.Parameter(torch.randn(3))]
+    if kind == "own":
+        one: Any = mezzo.optim.AdamW(params, lr=0.1, master="split")
+    else:
+        one = mezzo.optim.MasterWeights(torch.optim.AdamW(params, lr=0.1, fused=True), kind)
+    at = 0
+
+    def step() -> None:
+        for p in params:
+            p.grad = torch.ones_like(p)
+        one.step()
+
+    step()
+    keys = [sorted(one.state[p]) for p in params]
+    one.found_inf, one.grad_scale = torch.zeros(()), torch.tensor(2.0)
+    while interrupted(step, at, inside):
+        assert torch.is_grad_enabled(), at
+        assert all(map(operator.is_, one.param_groups[0]["params"], params)), at
+        assert len(one.state) == 2 and [sorted(one.state[p]) for p in params] == keys, at
+        assert not {"found_inf", "grad_scale"} & vars(getattr(one, "inner", nn.Module())).keys(), at
+        at += 1
+    assert at > 5

@@ -50,14 +50,20 @@ def handing(optimizer: Optimizer, scaling: StepScaling) -> Iterator[None]:
     given = {"grad_scale": scale, "found_inf": scaling.found_inf}
     if scaling.clip_coef is not None:
         given["clip_coef"] = scaling.clip_coef
+
+    def drop() -> None:
+        for name in given:
+            with suppress(AttributeError):  # interrupted before it was there
+                delattr(optimizer, name)
+
     try:
         for name, value in given.items():
             setattr(optimizer, name, value)
         yield
-    finally:
-        for name in given:
-            with suppress(AttributeError):  # interrupted before it was there
-                delattr(optimizer, name)
+        drop()
+    except BaseException:  # Ctrl-C may have ended that, too
+        drop()
+        raise
 
 
 def step_scaled(

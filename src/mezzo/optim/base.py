@@ -189,7 +189,11 @@ class MasterOptimizer(KeepsMasters):
             check_closure(self, closure)
             with torch.enable_grad():
                 loss = closure()
-        with torch.set_grad_enabled(False):  # a third of the calls that a decorator makes
+        grad_mode = torch.is_grad_enabled()
+        try:
+            torch.set_grad_enabled(
+                False
+            )  # by itself: Ctrl-C between the lines of a context manager of torch's leaves it off
             batches = [(step, batch) for step, batches in self._param_batches() for batch in batches]
             held = [self._operands(step, batch) for step, batch in batches]
             found = getattr(self, "found_inf", None)
@@ -200,6 +204,10 @@ class MasterOptimizer(KeepsMasters):
                 else:
                     counts += taken
                 self._update(step, given, batch.step)
+            torch.set_grad_enabled(grad_mode)
+        except BaseException:
+            torch.set_grad_enabled(grad_mode)
+            raise
         return loss
 
     def _update(self, group_step: GroupStep, operands: Operands, step: Tensor) -> None:

@@ -147,7 +147,6 @@ class MasterWeights(HasMasters):
     def step(self, closure: None = None) -> None: ...
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Let the inner optimizer step the masters, and give the model their 16-bit weights.
 
@@ -172,9 +171,7 @@ class MasterWeights(HasMasters):
             found = None
         params = [p for p in self._places() if p.grad is not None or (closure is not None and p.requires_grad)]
         check_shapes(self, params)
-        with self._swapped_in(params, found, closure) as arguments:
-            loss: float | None = self.inner.step(*arguments)
-        return loss
+        return self._step_masters(params, found, closure)
 
     def aux_state(self, param: Tensor) -> tuple[Master, Tensor | None]:
         """Return how a parameter keeps small updates, and its aux state now; None if nothing does. Host only."""
@@ -259,7 +256,8 @@ class MasterWeights(HasMasters):
         """Let the inner optimizer's state, and that of those inside of it, belong to other tensors."""
         for state in [one.state for one in and_inside(self.inner)]:
             for old in [old for old in keys if old in state]:
-                state[keys[old]] = state.pop(old)
+                state[keys[old]] = state[old]
+                del state[old]
 
     def _refuse_a_step_alone(self, inner: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self._stepping:
@@ -274,27 +272,29 @@ class MasterWeights(HasMasters):
         pairs = self.masters.fp32_params.items()
         there: dict[Tensor, Tensor] = {p: m for p, m in pairs} if inside else {m: p for p, m in pairs}
         back = {new: old for old, new in there.items()}
-        try:  # around the first of them too, which Ctrl-C may end halfway
+        try:
             self._replace(there)
             yield
-        finally:
             self._replace(back)
+        except BaseException:  # Ctrl-C may have ended either halfway
+            self._replace(back)
+            raise
 
     def _replace(self, replacements: Mapping[Tensor, Tensor]) -> None:
         for group in (group for one in and_inside(self.inner) for group in one.param_groups):
             # in the list itself, which LBFGS holds on to
             group["params"][:] = [replacements.get(p, p) for p in group["params"]]
 
-    @contextmanager
-    def _swapped_in(
+    def _step_masters(
         self, params: list[Tensor], found: Tensor | None, closure: Callable[[], float] | None
-    ) -> Iterator[tuple[Callable[[], float], ...]]:
-        """Swap masters with true gradients in, and yield what the inner optimizer's step takes; afterwards the model gets their weights."""
+    ) -> float | None:
+        """Swap masters with true gradients in, and step the inner optimizer; afterwards the model gets their weights."""
         indices, low = self._places(), [p for p in params if self.masters.mode_of(p) != "none"]
         skip = None if found is None else found.reshape(()) != 0
         fp32_params = {p: self.masters.fp32_param(p) for p in low}
         aux: dict[Tensor, Tensor | None] = {}
         raw: dict[Tensor, Tensor] = {}
+        grad_mode = torch.is_grad_enabled()
 
         def write_weights(skip: Tensor | None = None) -> None:
             for p in low:
@@ -308,25 +308,13 @@ class MasterWeights(HasMasters):
             with self._masters_inside(False), torch.enable_grad():
                 loss = recompute()
             with torch.no_grad():
-                raw.update(self._hand_gradients(params))
+                self._hand_gradients(params, raw)
             return loss
 
-        scaling = StepScaling(found_inf=None if found is None else found.reshape(()).to(torch.float32))
-        self._stepping = True
-        try:
-            for p in low:
-                aux[p] = self.state.get(p, {}).get(AUX_STATE.get(self.masters.mode, ""))
-                self._take_aux(p)
-                self.masters.open(p, aux[p])
-            if low:
-                self.masters.advance(low[0].device, skip)
-            self._rekey(fp32_params)
-            raw.update(self._hand_gradients(params))  # SAM reads those that are there before it calls the closure
-            with self._masters_inside(), handing(self.inner, scaling) if found is not None else nullcontext():
-                yield () if closure is None else (partial(on_masters, closure),)
-            write_weights(skip)
-        finally:
+        def put_back() -> None:
+            torch.set_grad_enabled(grad_mode)
             self._stepping = False
+            self._replace({fp32_param: p for p, fp32_param in self.masters.fp32_params.items()})
             for p, grad in raw.items():
                 p.grad = grad
             self._rekey({fp32_param: p for p, fp32_param in fp32_params.items()})
@@ -335,10 +323,30 @@ class MasterWeights(HasMasters):
                     self.state[p][AUX_STATE[self.masters.mode]] = held
                 self.masters.close(p)
 
-    def _hand_gradients(self, params: list[Tensor]) -> dict[Tensor, Tensor]:
-        """Give masters and wide parameters their true gradients; return what the wide ones had."""
+        scaling = StepScaling(found_inf=None if found is None else found.reshape(()).to(torch.float32))
+        self._stepping = True
+        try:
+            torch.set_grad_enabled(False)
+            for p in low:
+                aux[p] = self.state.get(p, {}).get(AUX_STATE.get(self.masters.mode, ""))
+                self._take_aux(p)
+                self.masters.open(p, aux[p])
+            if low:
+                self.masters.advance(low[0].device, skip)
+            self._rekey(fp32_params)
+            self._hand_gradients(params, raw)  # SAM reads those that are there before it calls the closure
+            with self._masters_inside(), handing(self.inner, scaling) if found is not None else nullcontext():
+                loss: float | None = self.inner.step(*() if closure is None else (partial(on_masters, closure),))
+            write_weights(skip)
+            put_back()
+        except BaseException:  # Ctrl-C may have ended putting back, too
+            put_back()
+            raise
+        return loss
+
+    def _hand_gradients(self, params: list[Tensor], raw: dict[Tensor, Tensor]) -> None:
+        """Give masters and wide parameters their true gradients; `raw` keeps what the wide ones had."""
         scale, clip = getattr(self, "grad_scale", None), getattr(self, "clip_coef", None)
-        raw = {}
         for p in params:
             target = self.masters.fp32_params.get(p, p)
             if p.grad is None:
@@ -355,4 +363,3 @@ class MasterWeights(HasMasters):
             # torch's fused kernels walk memory and take for granted that a gradient lies as its weight does
             other_way = target is not p and grad.layout is torch.strided and grad.stride() != target.stride()
             target.grad = torch.empty_like(target).copy_(grad) if other_way else grad
-        return raw
