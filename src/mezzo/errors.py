@@ -146,7 +146,9 @@ def plural(noun: str, count: int) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says, without its full stop; the name of its class where it says nothing."""
+    """Return the first line of what an error says, without its full stop; the name of its class where it says nothing, and what torch's writer hid."""
+    if "inline_container" in str(error) and isinstance(error.__context__, OSError):  # a full disk
+        return first_line(error.__context__)
     return str(error).strip().split("\n", 1)[0].rstrip(".") or type(error).__name__
 
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+import io
+import re
+import resource
+import signal
 import warnings
 from pathlib import Path
 from typing import Any
@@ -320,3 +324,34 @@ def test_a_disk_that_is_full_after_ctrl_c_is_told(tmp_path: Path) -> None:
     except KeyboardInterrupt:
         with pytest.raises(CheckpointError, match="cannot write"):
             save_checkpoint(amp, tmp_path / "file" / "a")
+
+
+def test_bits_that_changed_on_the_disk_are_refused_on_all_ranks(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    assert set(run(2, _refused, str(folder), "save")) == {"done"}
+    stored = filesystem.FileSystemReader(folder).read_metadata().storage_data.values()
+    part = max((one for one in stored if one.relative_path == "__1_0.distcp"), key=lambda one: one.length)
+    shard = folder / part.relative_path
+    content = bytearray(shard.read_bytes())
+    saved = content[part.offset : part.offset + part.length]
+    weight = torch.load(io.BytesIO(saved), weights_only=True).numpy().tobytes()
+    content[part.offset + saved.index(weight) + len(weight) // 2] ^= 16
+    shard.write_bytes(content)
+    (found,) = set(run(2, _refused, str(folder), "load"))
+    assert re.match(rf"cannot read {folder}: rank . says __1_0.distcp has changed since it was written\. Load", found)
+    (found,) = run(1, _refused, str(folder), "load")
+    assert "has changed since it was written. Load an earlier checkpoint." in found
+
+
+def test_a_full_disk_is_told_as_that(tmp_path: Path) -> None:
+    model = nn.Linear(64, 256)
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32")
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"rank 0 says \[Errno 27\] File too large\. The checkpoints before"):
+            save_checkpoint(amp, tmp_path / "a")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    save_checkpoint(amp, tmp_path / "a")

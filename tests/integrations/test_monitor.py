@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,7 @@ def test_what_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
     for folder, said in (
         ("a\0", "for to, which no file can be called"),
         (tmp_path / "file", "monitor cannot write to"),
+        (os.fsdecode(os.fsencode(tmp_path) + b"/\xff"), "TensorBoard writes to no folder whose name"),
     ):
         with pytest.raises(ConfigError, match=said):
             mezzo.monitor(amp, to=folder)

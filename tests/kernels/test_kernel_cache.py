@@ -211,9 +211,10 @@ def test_the_processor_and_the_flags_are_part_of_the_name(
     built(source)
     monkeypatch.setattr(build, "_machine", lambda: "another")
     built(source)
-    monkeypatch.setenv("MEZZO_CXXFLAGS", "-O1")
-    built(source)
-    assert len(files(tmp_path)) == 3
+    for flags in ("-O1", "-DNAME=\udcff"):  # the latter is a byte that no text holds
+        monkeypatch.setenv("MEZZO_CXXFLAGS", flags)
+        built(source)
+    assert len(files(tmp_path)) == 4
 
 
 def test_processes_that_compile_at_once_leave_one_whole_file(source: Path, tmp_path: Path) -> None:

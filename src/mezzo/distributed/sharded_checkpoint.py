@@ -6,10 +6,11 @@ import io
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
+from zipfile import ZipFile
 
 import torch
 import torch.distributed as dist
@@ -85,7 +86,8 @@ def save_checkpoint(amp: Saveable, folder: str | os.PathLike[str], *, extra: Map
         tensors[_PLAIN] = _packed(plain)
         planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
         save(tensors, checkpoint_id=aside, planner=planner, no_dist=not is_running())
-        _on_first_rank(lambda: move_into_place(aside, path))
+        is_first = not is_running() or dist.get_rank() == 0
+        _on_all_ranks(lambda: move_into_place(aside, path) if is_first else None)
 
 
 def load_checkpoint(amp: Saveable, folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -113,7 +115,9 @@ def load_checkpoint(amp: Saveable, folder: str | os.PathLike[str]) -> dict[str, 
     if not (path / ".metadata").exists():
         raise CheckpointError(f"there is no checkpoint in {path}. Name a folder that save_checkpoint wrote.")
     with _refusing(f"cannot read {path}", "Load an earlier checkpoint."):
-        saved = FileSystemReader(path).read_metadata().state_dict_metadata
+        found = FileSystemReader(path).read_metadata()
+        _on_all_ranks(lambda: _check_sums(path, found.storage_data.values()))
+        saved = found.state_dict_metadata
         plain = _empty(saved[_PLAIN], None)
         _read_(path, {_PLAIN: plain})
         like = _belonging(amp)
@@ -125,8 +129,8 @@ def load_checkpoint(amp: Saveable, folder: str | os.PathLike[str]) -> dict[str, 
         whole = _put_together(_unpacked(plain), target)
         _read_(path, tensors)
     amp.load_state_dict(whole["amp"])
-    found: dict[str, Any] = whole["extra"]
-    return found
+    extra: dict[str, Any] = whole["extra"]
+    return extra
 
 
 def _folder(call: str, amp: object, folder: object) -> Path:
@@ -227,15 +231,27 @@ def _refusing(what: str, hint: str) -> Iterator[None]:
         raise CheckpointError(f"{what}: {told}. {hint}") from error
 
 
-def _on_first_rank(action: Callable[[], object]) -> None:
-    """Do something on rank 0 while the others wait; if it fails, all fail."""
+def _check_sums(path: Path, stored: Iterable[Any]) -> None:
+    """Refuse tensors whose bits changed on the disk, which torch loads as they are: each rank looks at some. Raises: OSError, BadZipFile."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if is_running() else (0, 1)
+    for one in list(stored)[rank::world] if torch.serialization.get_crc32_options() else ():
+        with open(path / one.relative_path, "rb") as file:
+            file.seek(one.offset)
+            with ZipFile(io.BytesIO(file.read(one.length))) as saved:
+                if saved.testzip():
+                    raise OSError(f"{one.relative_path} has changed since it was written")
+
+
+def _on_all_ranks(action: Callable[[], object]) -> None:
+    """Do something while the other ranks do; if it fails on one, it fails on all."""
     failure: BaseException | None = None
-    if not is_running() or dist.get_rank() == 0:
-        try:
-            action()
-        except BaseException as error:
-            failure = error
-    if is_running() and Group().any(failure is not None) and failure is None:
-        raise OSError("rank 0 could not move it into its place")
-    if failure is not None:
+    try:
+        action()
+    except BaseException as error:
+        failure = error
+    told = "" if failure is None else first_line(failure)
+    said = Group().gather_text(told and f"rank {dist.get_rank()} says {told}") if is_running() else [told]
+    if failure is not None and not isinstance(failure, Exception):
         raise failure
+    if reason := next(filter(None, said), ""):
+        raise OSError(reason) from failure

@@ -189,5 +189,9 @@ def _summary_writer(folder: str) -> Any:
         ) from error
     try:
         return SummaryWriter(folder)
+    except UnicodeError as error:
+        raise ConfigError(
+            f"TensorBoard writes to no folder whose name is not UTF-8, as {folder!r} is. Give another folder."
+        ) from error
     except OSError as error:
         raise ConfigError(f"monitor cannot write to {folder}: {error.strerror}. Give another folder.") from error

@@ -112,7 +112,7 @@ def c_functions(source: Path, prefix: str, **types: str) -> Callable[[str], Any]
 @functools.cache
 def _library(source: Path) -> ctypes.CDLL | NativeBuildError:
     parts = [os.environ.get("CXX", ""), _machine(), *_flags(), *texts(source)]
-    name = f"{source.parent.name}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so"
+    name = f"{source.parent.name}-{hashlib.sha256(os.fsencode(chr(0).join(parts))).hexdigest()[:16]}.so"
     for folder in kernel_cache.candidates():
         if (found := kernel_cache.load(folder, name)) is not None:
             return found
