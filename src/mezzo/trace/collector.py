@@ -33,6 +33,7 @@ from .measure import (
 from .ops import FACTORS, Call, op_facts, plain
 from .records import Event, EventKind, Sink, SinkKind, Site
 from .reference_path import Fp64Reference, ReferencePath
+from .replaced_states import ReplacedStates
 from .replacement import OpInputs, fused_with, replacement_for, saved_operands
 from .wide_values import StorageNotes
 
@@ -69,6 +70,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         self.updates = UpdateWatch()
         self.lints = LintWatch()
         self.states = StateWatch(self.updates, self.lints)
+        self.replaced = ReplacedStates(self.updates)
         self.lines = LineWatch(self.lints)
         self.reference = ReferencePath()
         self._carried: list[Tensor] | None = None
@@ -216,6 +218,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         self.lints.see(call, site, self.context.name_of, self.reference)
         self.updates.see(call, site, self.context.name_of)
         self.states.see(call, site)
+        self.replaced.see(call, site, self.context.name_of)
         if self._has_scaled_grads and not site.root and site.phase == "forward":
             self.lints.clip(site, self.context.loss_scale)
 

@@ -122,13 +122,13 @@ def _rescue(wide: Tensor, lost: Tensor) -> float:
     return 2.0 ** max(1, min(wanted, room))
 
 
-_ADDITIONS = frozenset({"add", "sub", "lerp", "addcmul", "addcdiv"})
+ADDITIONS = frozenset({"add", "sub", "lerp", "addcmul", "addcdiv"})
 _HANDED_ON = frozenset({"where", "clamp", "clamp_min", "clamp_max", "masked_fill"})
 """Ops between two additions that leave most of a state as it is, as the reset of a neuron that spiked."""
-_TOLD = 64
-_STEPS = 64
+TOLD = 64
+STEPS = 64
 """Additions to one state that are lost one after another: more than a network has layers whose start is small."""
-_ELEMENTWISE = _ADDITIONS | _HANDED_ON | {"mul", "div", "rsub", "neg", "to", "copy", "clone"}
+ELEMENTWISE = ADDITIONS | _HANDED_ON | {"mul", "div", "rsub", "neg", "to", "copy", "clone"}
 """Ops by which a forward computes what a state of its own holds next."""
 _WHOLE = 1 - 2.0**-5
 """Share of a state that is kept from call to call, from which on what is added to it adds up: with less, it comes near where it goes."""
@@ -144,6 +144,7 @@ class UpdateWatch:
 
     def __init__(self) -> None:
         self.lost: list[LostUpdate] = []
+        self.is_own = ""
         self._by_hand: StorageNotes[int] = StorageNotes()
         self._chains: StorageNotes[tuple[object, int]] = StorageNotes()
         self._before: dict[int, Tensor] = {}
@@ -155,7 +156,9 @@ class UpdateWatch:
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep copies of the 16-bit weights an optimizer is about to update; mezzo's own keep what the weight cannot hold."""
         self._clear()
-        if type(optimizer).__module__.startswith("mezzo."):
+        home = type(optimizer).__module__.partition(".")[0]
+        self.is_own = "" if home in ("torch", "mezzo") else type(optimizer).__name__
+        if home == "mezzo":
             return
         for p in parameters(optimizer):
             if p.dtype in LOW_DTYPES and p.grad is not None:
@@ -214,8 +217,8 @@ class UpdateWatch:
 
     def _see_by_hand(self, call: Call, site: Site, name_of: Callable[[Tensor], str]) -> None:
         """Take in an op outside of modules and optimizers, which adds to 16 bit that no gradient goes through."""
-        is_addition = call.facts.writes and call.facts.name.removeprefix("foreach_") in _ADDITIONS
-        if site.root or not is_addition or len(self.lost) >= _TOLD or caller()[0] is Owner.MEZZO:
+        is_addition = call.facts.writes and call.facts.name.removeprefix("foreach_") in ADDITIONS
+        if site.root or not is_addition or len(self.lost) >= TOLD or caller()[0] is Owner.MEZZO:
             return
         before = {id(t): kept for _, kept in call.inputs if (t := call.original(kept)) is not kept}
         kept = [t for t in call.out if id(t) in before and t.dtype in LOW_DTYPES]
@@ -225,9 +228,9 @@ class UpdateWatch:
         for tensor, want in zip(call.out, wide, strict=True):
             old = before[id(tensor)]
             counts = _counts(want != old.float(), tensor, old)
-            times = _row_after(self._by_hand.get(tensor) or 0, counts)
+            times = row_after(self._by_hand.get(tensor) or 0, counts)
             self._by_hand.note(tensor, times)
-            if times > (1 if tensor.numel() > 1 else _STEPS):
+            if times > (1 if tensor.numel() > 1 else STEPS):
                 name = name_of(tensor).rpartition(" ")[2] or f"a tensor of {tuple(tensor.shape)}"
                 self.add(name, tensor, "the program", counts, site)
 
@@ -248,9 +251,9 @@ class UpdateWatch:
         if self._steps_of(state, place) is None and self._steps_of(added, place) is not None:
             state, added = added, state
         counts = _counts(added.detach() != 0, out, state)
-        times = _row_after(self._steps_of(state, place) or 0, counts)
+        times = row_after(self._steps_of(state, place) or 0, counts)
         self._chains.note(out, (place, times))
-        if times == _STEPS:
+        if times == STEPS:
             self.add(f"a state of {tuple(out.shape)}", out, "", counts, site)
 
     def _steps_of(self, state: Tensor, place: object) -> int | None:
@@ -281,7 +284,15 @@ def _counts(meant: Tensor, now: Tensor, before: Tensor) -> tuple[int, int]:
     return int(meant.sum()), int((meant & (now.detach() == before.detach())).sum())
 
 
-def _row_after(times: int, counts: tuple[int, int]) -> int:
+def counts_kept_whole(state: Tensor, before: Tensor, wide: Tensor, bumped: Tensor) -> tuple[int, int]:
+    """Return how many elements of a state were to change, and how many of those it keeps whole are as they were. Syncs: yes."""
+    old = before.float()
+    meant = (wide - old).abs() > _MOVED * old.abs()
+    is_whole = bumped - wide >= _WHOLE * (enlarged(before) - old)
+    return int(meant.sum()), int((meant & is_whole & (state == before)).sum())
+
+
+def row_after(times: int, counts: tuple[int, int]) -> int:
     """Return how many updates in a row were lost, after one more; 0 if that one reached half of what it meant to change."""
     return times + 1 if 2 * counts[1] > counts[0] else 0
 
@@ -296,7 +307,7 @@ def _states(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{path}.{key}".lstrip("."), t
 
 
-def _larger(state: Tensor) -> Tensor:
+def enlarged(state: Tensor) -> Tensor:
     """Return a state a quarter larger, in fp32. Syncs: no."""
     wide = state.detach().float()
     return wide + 0.25 * torch.where(wide == 0, 1.0, wide.abs())
@@ -338,10 +349,10 @@ class StateWatch:
         if not len(self._held) or site.phase != "forward":
             return
         sources = [t for _, t in call.inputs if self._states_in(call.original(t))]
-        is_followed = bool(sources) and call.facts.name in _ELEMENTWISE
+        is_followed = bool(sources) and call.facts.name in ELEMENTWISE
         wide = run_in_fp32(call, self._wide.known(call)) if is_followed else None
         known = self._bumped.known(call)
-        larger = {id(t): _larger(t) for t in sources if id(t) not in known} if is_followed else {}
+        larger = {id(t): enlarged(t) for t in sources if id(t) not in known} if is_followed else {}
         bumped = run_in_fp32(call, larger | known) if wide else None
         for i, out in enumerate(call.out):
             source = next((t for t in sources if call.original(t) is out), None)
@@ -351,7 +362,7 @@ class StateWatch:
                 continue
             before = self._before.get(call.original(source))
             if self._held.get(out) and self._made.get(out) is None:
-                self._bumped.put(flat(out), _larger(flat(out)))
+                self._bumped.put(flat(out), enlarged(flat(out)))
             states = frozenset().union(*(self._states_in(call.original(t)) for t in sources))
             self._before.put(out, source.detach() if before is None else before)
             self._wide.put(out, wide[i])
@@ -376,12 +387,9 @@ class StateWatch:
     def _compare(self, key: tuple[int, str], state: Tensor, made: _FromStates) -> None:
         before, wide, bumped = self._before.get(state), self._wide.get(state), self._bumped.get(state)
         assert before is not None and wide is not None and bumped is not None  # noted together
-        old = before.float()
-        meant = (wide - old).abs() > _MOVED * old.abs()
-        is_whole = bumped - wide >= _WHOLE * (_larger(before) - old)
-        counts = int(meant.sum()), int((meant & is_whole & (state == before)).sum())
-        self._times[key] = _row_after(self._times[key], counts)
-        if self._lints.of_risks and 2 * int((meant & is_whole).sum()) > counts[0]:
+        counts = counts_kept_whole(state, before, wide, bumped)
+        self._times[key] = row_after(self._times[key], counts)
+        if self._lints.of_risks and 2 * counts_kept_whole(before, before, wide, bumped)[1] > counts[0]:
             self._lints.add("half-accumulator", made.site, state.dtype, key[1], 0.0, made.kernel)
-        if self._times[key] == 2 and len(self._updates.lost) < _TOLD:
+        if self._times[key] == 2 and len(self._updates.lost) < TOLD:
             self._updates.add(key[1], state, "the forward", counts, made.site)
