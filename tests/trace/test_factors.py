@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -107,3 +109,42 @@ def test_who_adds_to_the_diagonal_until_there_is_a_factor_is_healthy(asks: str) 
             a = model(torch.randn(3, 3))
             factor(a + a.t()).square().sum().backward()
     assert t.report.answer == "healthy"
+
+
+class Samples(nn.Module):
+    """Draws an action from weights that it does not normalise; `depth` is how small they are."""
+
+    def __init__(self, depth: float) -> None:
+        super().__init__()
+        self.body, self.depth = nn.Linear(8, 4), depth
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = torch.exp(self.body(x) - self.depth)
+        action = torch.multinomial(weights, 1)  # RAISES
+        return self.body(x).log_softmax(-1).gather(1, action).mean()
+
+
+def sampled(policy: str, depth: float) -> TraceReport:
+    torch.manual_seed(0)
+    model = Samples(depth)
+    amp = mezzo.prepare(model, torch.optim.Adam(model.parameters(), lr=1e-2), policy)
+    with diagnose.trace() as t, suppress(RuntimeError):
+        for _ in range(4):
+            amp.zero_grad()
+            amp.backward(model(torch.randn(8, 8)))
+            amp.step()
+    return t.report
+
+
+def test_weights_of_a_draw_that_16_bit_makes_0_are_underflow_and_the_edit_trains() -> None:
+    [found] = sampled("fp16, scaling=none", 30.0).findings
+    assert (found.verdict, found.op, found.phase) == ("underflow", "multinomial", "forward")
+    assert found.frame is not None and found.frame.function == "forward"
+    assert "exp flushed 100.0% of its results to 0 in fp16" in found.why and found.fix.edit
+    after = sampled(f"fp16, scaling=none, {found.fix.edit}", 30.0)
+    assert not after.findings and after.record.updates == 4
+
+
+def test_a_draw_that_fp32_refuses_too_is_not_put_down_to_16_bit() -> None:
+    assert not [f for f in sampled("fp16, scaling=none", 200.0).findings if f.verdict == "underflow"]
+    assert sampled("fp16, scaling=none", 1.0).findings == ()

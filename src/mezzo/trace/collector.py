@@ -87,8 +87,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         self._was_updated = self._has_scaled_grads = self.has_gone_backward = False
         self._factored: tuple[Call, Site] | None = None
         self._stop_with: BaseException | None = None
-        self._stops_left = 0
-        self._reached_step = -1
+        self._stops_left, self._reached_step = 0, -1
 
     def run_op(self, func: OpOverload[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one op and check its results."""
@@ -191,6 +190,9 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
                 found = self._event(call, site, [call.out[0].fill_(math.nan)], "source")  # nobody gets it
                 # who adds to the diagonal and asks again has repaired it
                 self._pending_reads.append(self._sink("read", f"{site.op}, which raised", found))
+            elif not causes and self.reference.accepts(call):
+                call.out, self._carried = [torch.tensor(math.nan, dtype=self.reference.low)], [torch.zeros(())]
+                causes = self._event(call, site, call.out, "source")
         if causes:
             self.reach(self._sink("read", f"{call.facts.name}, which raised", causes))
 
@@ -216,9 +218,9 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             self._counts.note(call.out[0], call.facts.name != "to" or not call.inputs)
         self.lines.see(site, call.out, tops)
         self.lints.see(call, site, self.context.name_of, self.reference)
-        self.updates.see(call, site, self.context.name_of)
+        for watch in (self.updates, self.replaced):
+            watch.see(call, site, self.context.name_of)
         self.states.see(call, site)
-        self.replaced.see(call, site, self.context.name_of)
         if self._has_scaled_grads and not site.root and site.phase == "forward":
             self.lints.clip(site, self.context.loss_scale)
 
@@ -347,8 +349,8 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
 
     def _cast_of(self, call: Call, site: Site) -> str:
         """Return what a tensor is called that is only cast; empty for one that was computed, and for other ops."""
-        is_cast = site.op == "to" and site.phase == "forward" and bool(call.inputs)
-        return self.context.name_of(call.original(call.inputs[0][1])) if is_cast else ""
+        is_cast = site.op == "to" and site.phase == "forward"
+        return self.context.name_of(call.original(call.inputs[0][1])) if is_cast and call.inputs else ""
 
     def _operands(self, call: Call, site: Site) -> OpInputs:
         """Return what an op that failed was given; in a backward of torch's, what its forward was."""

@@ -262,6 +262,14 @@ class ReferencePath:
             has_nan=any(math.isnan(top) for top in tops),
         ), flush
 
+    def accepts(self, call: Call) -> bool:
+        """Say whether an op that raised takes what it was given with the values that 16 bit made 0 of. Syncs: yes."""
+        wide = self._wide.known(call) if self.behind(call.original(t) for _, t in call.inputs) else {}
+        return (
+            bool(wide)
+            and rerun_wide(call, torch.float32, tree_map(lambda v: wide.get(id(v), v), call.given)) is not None
+        )
+
     def _decisive(self, call: Call) -> Flush | None:
         """Return the zero without which the op would not have failed; of one operand alone, where several hold some."""
         found = [(t, f) for _, t in call.inputs if (f := self.behind([call.original(t)])) is not None]
