@@ -108,3 +108,47 @@ def test_a_cast_by_hand_is_named() -> None:
     model = Layer(lambda h: h.float().tanh().to(torch.bfloat16).float().atanh(), 4.0, 0.1)
     fix = fault_of("bf16", model).fix
     assert not fix.edit and "no rule brings back what to() rounds at" in fix.advice
+
+
+class Weighted(nn.Module):
+    """A loss with weights of classes in a buffer, one of which fp16 makes 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 4)
+        self.register_buffer("w", torch.tensor([1.0, 2.0, 1e-8, 3.0]))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        z = self.body(x)
+        return nn.functional.cross_entropy(z if self.w.dtype is z.dtype else z.float(), y, weight=self.w)
+
+
+def of_weighted(halve: Callable[[Weighted], object]) -> diagnose.TraceReport:
+    torch.manual_seed(0)
+    model = Weighted()
+    with diagnose.trace() as t:
+        halve(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(8, 8).half(), torch.full((8,), 2)).backward()
+            optimizer.step()
+    return t.report
+
+
+def test_a_buffer_that_a_cast_of_the_model_flushed_is_named_and_no_rule_is_offered() -> None:
+    found = of_weighted(lambda model: model.half()).findings[0]
+    assert (found.verdict, found.op, found.fix.edit) == ("underflow", "nll_loss", "")
+    assert (
+        "no rule brings back what half() rounds at" in found.fix.advice and "hold buffer w before" in found.fix.advice
+    )
+    assert "kept = module.x; the cast; module.x = kept" in found.fix.advice
+
+
+def test_the_advice_for_such_a_buffer_trains() -> None:
+    def kept(model: Weighted) -> None:
+        before = model.w
+        model.half()
+        model.w = before
+
+    assert of_weighted(kept).answer == "healthy"

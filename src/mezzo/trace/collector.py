@@ -35,7 +35,7 @@ from .records import Event, EventKind, Sink, SinkKind, Site
 from .reference_path import Fp64Reference, ReferencePath
 from .replaced_states import ReplacedStates
 from .replacement import OpInputs, fused_with, replacement_for, saved_operands
-from .wide_values import StorageNotes
+from .wide_values import StorageNotes, forget_results
 
 Causes = frozenset[int]
 NO_CAUSE: Causes = frozenset()
@@ -67,12 +67,10 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         self._on_sink, self._told_loss = on_sink, on_loss
         self.events: list[Event] = []
         self.sinks: list[Sink] = []
-        self.updates = UpdateWatch()
-        self.lints = LintWatch()
+        self.updates, self.lints = UpdateWatch(), LintWatch()
         self.states = StateWatch(self.updates, self.lints)
         self.replaced = ReplacedStates(self.updates)
-        self.lines = LineWatch(self.lints)
-        self.reference = ReferencePath()
+        self.lines, self.reference = LineWatch(self.lints), ReferencePath()
         self._carried: list[Tensor] | None = None
         self.flushes, self.detached = FlushWatch(), Detached()
         self._fp64 = Fp64Reference()
@@ -225,7 +223,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             self.lints.clip(site, self.context.loss_scale)
 
     def _propagate(self, call: Call, site: Site, bad: list[Tensor]) -> None:
-        asked = [s for s in call.inputs if bad or self._causes.get(call.original(s[1])) is not None]
+        asked = (s for s in call.inputs if bad or self._causes.get(call.original(s[1])) is not None)
         sources = [s for s in asked if not is_finite(s[1])]
         causes = NO_CAUSE.union(*(self._causes.get(call.original(t)) or NO_CAUSE for _, t in sources))
         if sources and site.phase == "forward" and self._fp64.is_too_large(call):
@@ -236,8 +234,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         if bad:
             self._on_nonfinite(call, site, sources, bad)
         elif not call.facts.writes:
-            for tensor in call.out:
-                self._causes.forget(tensor)
+            forget_results(call, self._causes)
 
     def _on_nonfinite(self, call: Call, site: Site, sources: list[tuple[str, Tensor]], bad: list[Tensor]) -> None:
         assigned = self.context.names.assigned
@@ -348,9 +345,12 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         return frozenset((index,))
 
     def _cast_of(self, call: Call, site: Site) -> str:
-        """Return what a tensor is called that is only cast; empty for one that was computed, and for other ops."""
-        is_cast = site.op == "to" and site.phase == "forward"
-        return self.context.name_of(call.original(call.inputs[0][1])) if is_cast and call.inputs else ""
+        """Return what a tensor is called that is only cast, or that 16 bit flushed where it rests; empty for one that was computed."""
+        given = [call.original(t) for _, t in call.inputs]
+        if site.op == "to" and site.phase == "forward":
+            return self.context.name_of(given[0]) if given else ""
+        names = (self.context.name_of(t) for t in given if self.reference.behind([t]))
+        return next((name for name in names if name.startswith(("buffer", "parameter"))), "")
 
     def _operands(self, call: Call, site: Site) -> OpInputs:
         """Return what an op that failed was given; in a backward of torch's, what its forward was."""

@@ -121,7 +121,7 @@ def fix_for(verdict: Verdict, event: Event, loss: float = 0.0) -> Fix:
 
 def _narrowed_by_hand(event: Event) -> Site | None:
     """Return where the program itself casts what failed to 16 bit; None where it does not."""
-    sites = (*(event.flush.made_by if event.flush else event.followers), event.site)
+    sites = (*((*event.flush.made_by, event.flush.site) if event.flush else event.followers), event.site)
     return next((s for s in sites if s.op == "to" and s.phase == "forward" and s.called in CASTS), None)
 
 
@@ -196,8 +196,12 @@ def _is_slope_too_large(event: Event, top: float, loss: float) -> bool:
 def _fix_underflow(event: Event) -> Fix:
     flush, cast = event.flush, _narrowed_by_hand(event)
     if cast is not None and event.site.op not in FACTORS:
+        line = cast.user or cast.library
+        if event.leaf:
+            return Fix(advice=f"no rule brings back what {cast.called}() rounds at {line}: hold {event.leaf} before that cast and put it back in fp32 behind "
+                        f"it (kept = module.x; the cast; module.x = kept), and give {event.site.op} fp32 beside it.")  # fmt: skip
         bounded = f"the argument of {event.site.op}" if flush is None else f"the result of {flush.site.op} away from 0"
-        return Fix(advice=f"no rule brings back what {cast.called}() rounds at {cast.user or cast.library}: leave the "
+        return Fix(advice=f"no rule brings back what {cast.called}() rounds at {line}: leave the "
                     f"value in fp32 there, or bound {bounded}.")  # fmt: skip
     sites = [event.site] if flush is None else [*flush.made_by, flush.site, *flush.carried, event.site]
     edit = _edits(event.followers or sites)

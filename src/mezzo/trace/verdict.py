@@ -124,7 +124,7 @@ def _halvings(event: Event, finite: Wide) -> int | None:
 def _overflow(event: Event, finite: Wide) -> str:
     top = max((t.amax for t in event.inputs), default=0.0)
     name, limit = event.outputs[0].dtype, format_of(narrow_dtype(event)).max
-    if event.leaf:
+    if event.leaf and event.site.op == "to":
         return f"{event.leaf} reaches {number(top)}, and {name}, to which it is cast, holds at most {number(limit)}."
     where = "" if finite.amax > limit else " on the way to its result"
     return (
