@@ -18,6 +18,7 @@ from mezzo.formats import format_of
 from mezzo.trace import Trace, explain_lint
 from mezzo.trace.lint_rules import LintWatch, exact_integers
 from mezzo.trace.records import Lint, LintRule, Site
+from mezzo.trace.reference_path import ReferencePath
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 SITE = Site(
@@ -123,9 +124,9 @@ def test_every_rule_says_what_it_costs_and_what_to_write(rule: LintRule) -> None
 def test_a_weight_in_16_bit_is_named_only_inside_a_region() -> None:
     model = torch.nn.Linear(2, 2).to(BF16)
     watch = LintWatch()
-    watch.model(model, SITE, in_region=False)
+    watch.model(model, SITE, in_region=False, reference=ReferencePath())
     assert watch.records() == ()
-    watch.model(model, SITE, in_region=True)
+    watch.model(model, SITE, in_region=True, reference=ReferencePath())
     assert [(x.rule, x.value) for x in watch.records()] == [("half-weights-in-region", 2.0)]
 
 

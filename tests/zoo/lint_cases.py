@@ -133,12 +133,13 @@ def rotary_buffer_cast_with_the_model(dtype: torch.dtype) -> Run:
             self.register_buffer("inv_freq", 1.0 / 10000 ** (torch.arange(0, 8, 2) / 8))
 
         def forward(self, x: Tensor) -> Tensor:
-            return x * self.inv_freq.repeat(2)
+            phases = torch.arange(x.shape[1]).float()[:, None] @ self.inv_freq.float()[None]
+            return x * phases.cos().repeat(1, 2).to(x.dtype)  # FAULT
 
-    model, x = Rotary().to(dtype), torch.randn(4, 8)
+    model, x = Rotary().to(dtype), torch.randn(1, 16384, 8, dtype=dtype)
 
     def run() -> None:
-        model(x)  # FAULT
+        model(x)
 
     return run
 

@@ -14,6 +14,7 @@ from torch.nn import functional
 from ..binding import record
 from ..errors import plural
 from ..formats import LOW_DTYPES, dtype_name, format_of, parse_dtype, widest
+from .buffers_at_rest import BuffersAtRest, exact_integers
 from .frames import argument_of, functions_of, is_called_from, is_handed_by_autograd
 from .measure import amax, numbers, rerun_wide
 from .ops import Call
@@ -28,7 +29,7 @@ _TAKES_CONSTANT = frozenset({
 })  # fmt: skip
 _SCALES = frozenset({"mul", "div"})
 _BOUNDS = frozenset({"clamp", "clamp_min", "clamp_max", "hardtanh"})
-_KEEP_WIDE = re.compile(r"(^|[._])(inv_freq|freqs?(_cis)?|cos(_cached)?|sin(_cached)?|running_mean|running_var)$")
+_KEEP_WIDE = re.compile(r"(^|[._])running_(mean|var)$")
 _HEADROOM = 4.0
 """Squares within two binades of the format's limit are about to overflow."""
 _CLIPS, _SCALER, _OWN_SCALER = "torch/nn/utils/clip_grad.py", "torch/amp/grad_scaler.py", "mezzo/loss_scale/scaler.py"
@@ -52,15 +53,6 @@ class _RunningSum:
     top: Tensor | None = None
 
 
-def exact_integers(dtype: torch.dtype) -> float:
-    """Return the number up to which a format holds every integer.
-
-    >>> exact_integers(torch.float16), exact_integers(torch.bfloat16)
-    (2048.0, 256.0)
-    """
-    return 2.0 / format_of(dtype).eps
-
-
 class LintWatch:
     """Checks each op against the rules that one op can break. Syncs: yes, at the ops it judges.
 
@@ -78,6 +70,7 @@ class LintWatch:
         self.scale = self._factor = 1.0
         self._clipped: tuple[Site, float] | None = None
         self._sums: StorageNotes[_RunningSum] = StorageNotes()
+        self._rest = BuffersAtRest()
 
     def records(self, *, has_flushed: bool = True) -> tuple[Lint, ...]:
         """Return what was noticed, each line once a rule, given whether fp16 flushed a number of a gradient."""
@@ -104,6 +97,8 @@ class LintWatch:
             self._ids(call, reference)
         if site.phase == "backward" and call.facts.name in _BOUNDS:
             self._bound(call, site)
+        for found in self._rest.see(call) if site.phase == "forward" else ():
+            self.add("buffer-in-16-bit", site, found.dtype, found.what, found.value)
         low = next((t for t in call.out if t.dtype in LOW_DTYPES), None)
         if low is None:
             return
@@ -236,8 +231,10 @@ class LintWatch:
             rows, dtype = event.full_rows, parse_dtype(event.outputs[0].dtype)
             self.add("masked-row", event.site, dtype, f"{rows} {plural('row', rows)}", float(rows), event.kernel)
 
-    def model(self, model: nn.Module, site: Site, in_region: bool) -> None:
-        """Look over a model before it runs: buffers that must stay wide, weights that a region expects wide."""
+    def model(self, model: nn.Module, site: Site, in_region: bool, reference: ReferencePath) -> None:
+        """Look over a model before it runs: buffers that must stay wide, weights that a region expects wide. Syncs: at buffers in 16 bit."""
+        for found in self._rest.enter(model, reference):
+            self.add("buffer-in-16-bit", site, found.dtype, found.what, found.value)
         for name, buffer in model.named_buffers():
             if buffer.dtype in LOW_DTYPES and _KEEP_WIDE.search(name):
                 self.add("buffer-in-16-bit", site, buffer.dtype, f"buffer {name}", 0.0)
@@ -328,8 +325,8 @@ _TEXTS: dict[str, Callable[[Lint], tuple[str, str]]] = {
         "keep one entry in every row, or mask with torch.finfo(x.dtype).min.",
     ),
     "buffer-in-16-bit": lambda x: (
-        f"{x.what} is stored in {x.dtype}; frequencies and running statistics need fp32.",
-        "exclude it when casting the model: module.buffer = module.buffer.float().",
+        f"{x.what} is stored in {x.dtype}, or went through it; frequencies, positions and running statistics need fp32.",
+        "hold it before the model is cast, and put it back behind: kept = module.buffer; model.half(); module.buffer = kept.",
     ),
     "half-accumulator": lambda x: (
         f"{x.what} is kept in {x.dtype}: additions smaller than half its spacing are lost (1000 ones sum to 256 in bf16).",

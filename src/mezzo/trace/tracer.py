@@ -198,7 +198,8 @@ class Trace:
         if self._tell_step is not None and autograd_node() is None:
             self._tell_step(self._context.step)
         with self._collector.aside():
-            self._collector.lints.model(module, self._context.site("call"), _in_region(module))
+            site, reference = self._context.site("call"), self._collector.reference
+            self._collector.lints.model(module, site, _in_region(module), reference)
             if autograd_node() is None:
                 self._collector.states.enter(module)
         self._hook_gradients(*module.parameters(), *(t for _, t in self._context.modules.inputs))
