@@ -13,7 +13,7 @@ from .._torch import storage_id, tree_leaves, version
 from ..errors import listed
 from ..optim import parameters
 from .frames import short_line
-from .lint_rules import LintWatch
+from .lint_rules import OF_ONE, LintWatch
 from .measure import amax, rms
 from .ops import plain
 from .records import LintRule, Site
@@ -36,6 +36,8 @@ _LEAST = {
     "exploding-step": 100,
 }
 """Steps that show it; of the last, how many times as large weights become."""
+_LEAST_OF_ONE = 3
+"""Backward passes through an op over one number, through which none ever passes."""
 _STILL, _STILL_AT_THE_END = 3, 32
 """Steps at no rate: of all there are, since a warm-up's first may be one; and of the last, more than a third of all, since a schedule may end so."""
 _NO_RATE = 1e-6
@@ -94,8 +96,10 @@ class IdleSteps:
         """Take note of the magnitude of a loss. Host only."""
         self._losses.append(size)
 
-    def on_gradient(self, parameter: Tensor, name: str, top: float, zeroed_at: Site | None) -> None:
-        """Take note of a gradient, its largest magnitude, and the op that made it 0 throughout. Syncs: no."""
+    def on_gradient(
+        self, parameter: Tensor, name: str, top: float, zeroed_at: Site | None, constant: Site | None = None
+    ) -> None:
+        """Take note of a gradient, its largest magnitude, and the op that made it 0 throughout, or is constant. Syncs: no."""
         self._zeroed_at[id(parameter)] = zeroed_at
         self._brought[id(parameter)] += 1
         if (value := plain(parameter)) is not None:  # what is written through .data counts no version
@@ -115,8 +119,10 @@ class IdleSteps:
         first, *_, times = self._since.pop(id(parameter), (zeroed_at, 0))
         if is_zero and first and zeroed_at and zeroed_at.op in _STEPS:
             self._since[id(parameter)] = first, name, times + 1
+        if constant is not None:
+            self._count("zero-gradients", id(parameter), constant, f"{name}{OF_ONE}", is_idle=True)
         # a weight of 0 between others of 0 stays one
-        if is_zero and zeroed_at and (zeroed_at.op in _FLAT or not amax(parameter)):
+        elif is_zero and zeroed_at and (zeroed_at.op in _FLAT or not amax(parameter)):
             self._count("zero-gradients", id(parameter), zeroed_at, name, is_idle=True)
         else:
             self._alive.add(id(parameter))
@@ -200,7 +206,11 @@ class IdleSteps:
         """Say which optimizers never moved a weight, or hold what stood in the place of one, given the parameters in modules by their ids."""
         for (rule, owner), (site, what, steps) in self._idle.items():
             is_learnt = rule == "exploding-step" and self._has_fallen_since(self._blown_up[owner])
-            if steps >= _LEAST[rule] and owner not in self._alive and not is_learnt:
+            if (
+                steps >= (_LEAST_OF_ONE if what.endswith(OF_ONE) else _LEAST[rule])
+                and owner not in self._alive
+                and not is_learnt
+            ):
                 lints.add(rule, site, torch.float32, what, steps)
         for key, (site, name, times) in self._since.items():  # quantised after it was trained
             if key in self._alive and times >= _LEAST["zero-gradients"] and 3 * times > self._brought[key]:

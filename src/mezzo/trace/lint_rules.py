@@ -30,6 +30,8 @@ _TAKES_CONSTANT = frozenset({
 _SCALES = frozenset({"mul", "div"})
 _BOUNDS = frozenset({"clamp", "clamp_min", "clamp_max", "hardtanh"})
 _KEEP_WIDE = re.compile(r"(^|[._])running_(mean|var)$")
+OF_ONE = ", behind an op over one number,"
+"""Behind the name of a weight whose gradient no precision and no argument brings."""
 _HEADROOM = 4.0
 """Squares within two binades of the format's limit are about to overflow."""
 _CLIPS, _SCALER, _OWN_SCALER = "torch/nn/utils/clip_grad.py", "torch/amp/grad_scaler.py", "mezzo/loss_scale/scaler.py"
@@ -371,8 +373,15 @@ _TEXTS: dict[str, Callable[[Lint], tuple[str, str]]] = {
         "call optimizer.zero_grad() before backward.",
     ),
     "zero-gradients": lambda x: (
-        f"{x.site.op} passes no gradient back here: that of {x.what} was exactly 0 in each of {number(x.value)} backward passes.",
-        "let gradients pass, as a straight-through estimator does: x + (f(x) - x).detach(); or keep its argument where it has a slope, and factors and first weights from 0.",
+        (
+            f"{x.site.op} over one number gives the same whatever it is given: the gradient of {x.what.removesuffix(OF_ONE)} was 0, or rounding, in each of {number(x.value)} backward passes.",
+            f"give {x.site.op} more than one number to share out, or leave it out; of a single logit, use binary_cross_entropy_with_logits.",
+        )
+        if x.what.endswith(OF_ONE)
+        else (
+            f"{x.site.op} passes no gradient back here: that of {x.what} was exactly 0 in each of {number(x.value)} backward passes.",
+            "let gradients pass, as a straight-through estimator does: x + (f(x) - x).detach(); or keep its argument where it has a slope, and factors and first weights from 0.",
+        )
     ),
     "no-gradients": lambda x: (
         f"none of {x.what} {'' if 'never changed' in x.what else 'had a gradient '}in any of its {number(x.value)} steps: it steps others than the loss is computed from.",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .._torch import own_buffers, own_parameters, storage_id, unwrapped
 from ..formats import LOW_DTYPES, dtype_name, format_of, widest
 from ..optim import parameters
+from .constant_ops import ConstantOps
 from .frames import Owner, caller
 from .lint_rules import LintWatch
 from .measure import amax, rerun_wide
@@ -35,6 +36,7 @@ class FlushWatch:
         self.wide = WideValues()
         self._flushes: StorageNotes[tuple[Flush, float]] = StorageNotes()
         self._zeros: StorageNotes[Site] = StorageNotes()
+        self.constants = ConstantOps()
 
     def clear(self) -> None:
         """Start anew, for another step."""
@@ -45,6 +47,7 @@ class FlushWatch:
         if site.phase != "backward":
             return
         self._follow_zeros(call, site, tops)
+        self.constants.see(call, site)
         known, is_finite = self.wide.known(call), all(map(math.isfinite, tops))
         may_flush = is_finite and (known or any(map(_may_flush, call.out, tops)))
         wide = run_in_fp32(call, known) if may_flush else None

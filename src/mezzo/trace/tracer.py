@@ -236,7 +236,10 @@ class Trace:
         name = self._context.parameter_name(parameter) or "of an input"
         with self._collector.aside():
             self._size("gradient", name, "", id(parameter), gradient)
-            self._idle.on_gradient(parameter, name, self._sizes[-1].amax, self._collector.flushes.zeroed_at(gradient))
+            flushes, top = self._collector.flushes, self._sizes[-1].amax
+            self._idle.on_gradient(
+                parameter, name, top, flushes.zeroed_at(gradient), flushes.constants.behind(gradient)
+            )
             is_bad = not is_finite(gradient)
         self._on_flushed(parameter, gradient)
         if is_bad:
