@@ -43,8 +43,8 @@ def _is_over_one(call: Call) -> bool:
     if not call.out:
         return False
     if name == "layer_norm_backward":
-        return math.prod(given["normalized_shape"]) == 1
+        return bool(math.prod(given["normalized_shape"]) == 1)
     if name == "group_norm_backward":
-        return given["C"] // given["group"] * given["HxW"] == 1
+        return bool(given["C"] // given["group"] * given["HxW"] == 1)
     output = given.get("output") if name in _SOFTMAX else None
     return isinstance(output, Tensor) and output.dim() > 0 and output.shape[given["dim"]] == 1

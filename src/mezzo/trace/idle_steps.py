@@ -36,8 +36,8 @@ _LEAST = {
     "exploding-step": 100,
 }
 """Steps that show it; of the last, how many times as large weights become."""
-_LEAST_OF_ONE = 3
-"""Backward passes through an op over one number, through which none ever passes."""
+_LEAST_OF_NORMS = 3
+"""Backward passes through a norm over one number; a softmax has one where a batch is short."""
 _STILL, _STILL_AT_THE_END = 3, 32
 """Steps at no rate: of all there are, since a warm-up's first may be one; and of the last, more than a third of all, since a schedule may end so."""
 _NO_RATE = 1e-6
@@ -206,11 +206,9 @@ class IdleSteps:
         """Say which optimizers never moved a weight, or hold what stood in the place of one, given the parameters in modules by their ids."""
         for (rule, owner), (site, what, steps) in self._idle.items():
             is_learnt = rule == "exploding-step" and self._has_fallen_since(self._blown_up[owner])
-            if (
-                steps >= (_LEAST_OF_ONE if what.endswith(OF_ONE) else _LEAST[rule])
-                and owner not in self._alive
-                and not is_learnt
-            ):
+            is_norm = what.endswith(OF_ONE) and site.op.endswith("norm")
+            least = _LEAST_OF_NORMS if is_norm else _LEAST[rule]
+            if steps >= least and owner not in self._alive and not is_learnt:
                 lints.add(rule, site, torch.float32, what, steps)
         for key, (site, name, times) in self._since.items():  # quantised after it was trained
             if key in self._alive and times >= _LEAST["zero-gradients"] and 3 * times > self._brought[key]:
