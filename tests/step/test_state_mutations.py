@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -143,21 +144,8 @@ def test_it_loads_or_is_refused_in_a_sentence(what: str, name: str) -> None:
 
 
 NUMBERS: tuple[Any, ...] = (
-    -1,
-    0,
-    1,
-    True,
-    None,
-    10**400,
-    -(10**30),
-    2**62,
-    1e300,
-    -1e38,
-    float("nan"),
-    1e-60,
-    3.5,
-    [0.5],
-)
+    -1, 0, 1, True, None, 10**400, -(10**30), 2**62, 1e300, -1e38, float("nan"), 1e-60, 3.5, [0.5],
+)  # fmt: skip
 
 
 def numbers(state: Any) -> list[Path]:
@@ -170,15 +158,34 @@ def numbers(state: Any) -> list[Path]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MAKERS)
-def test_every_number_is_loaded_and_trains_or_is_refused(name: str) -> None:
+ALL_PAIRS = ("torch.AdamW", "mezzo.AdamW")
+"""Optimizers whose every number takes every value under every policy; those of the others take turns at the policies."""
+
+
+@pytest.mark.parametrize(
+    ("name", "is_whole"),
+    [
+        *((name, name in ALL_PAIRS) for name in MAKERS),
+        *(pytest.param(name, True, marks=pytest.mark.slow) for name in MAKERS if name not in ALL_PAIRS),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Casting complex values")  # torch's ASGD, of roots at a negative rate
+def test_every_number_is_loaded_and_trains_or_is_refused(name: str, is_whole: bool) -> None:
     if name == "torch.Adagrad" and not ADAGRAD_STARTS_LATE:
         pytest.skip("torch 2.11: its Adagrad takes a step count that is a plain number only where all are")
-    for policy in (FP16, "fp16") if name.startswith("torch") else ("bf16-master",):
-        amp, other = made(name, policy), made(name, policy)
-        given = copy.deepcopy(other.state_dict())
-        for path in numbers(given):
-            # What lies outside of the optimizers is read alike whichever they are.
-            for value in NUMBERS if "optimizers" in path or name in ("torch.AdamW", "mezzo.AdamW") else ():
-                if not is_refused(amp.load_state_dict, amp, given, path, value):
-                    amp = made(name, policy)
+    policies = (FP16, "fp16") if name.startswith("torch") else ("bf16-master",)
+    for turn, policy in enumerate(policies):
+        amp = made(name, policy)
+        given = copy.deepcopy(amp.state_dict())
+
+        def load(state: Any, amp: mezzo.Stepper = amp) -> None:
+            amp.load_state_dict(copy.deepcopy(state))  # torch's optimizers write what they loaded
+
+        # What lies outside of the optimizers is read alike whichever they are.
+        read = [path for path in numbers(given) if "optimizers" in path or name in ALL_PAIRS]
+        for index, (path, value) in enumerate(itertools.product(read, NUMBERS)):
+            if name == "torch.ASGD" and path[-1] == "alpha" and value in (2**62, -1e38):
+                continue  # its next step raises this power in Python's floats, which end before fp32's
+            is_turn = (index // len(NUMBERS) + index) % len(policies) == turn
+            if (is_whole or is_turn) and not is_refused(load, amp, given, path, value):
+                load(given)
