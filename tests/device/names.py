@@ -9,7 +9,7 @@ RUNS = (
     *itertools.product(PRESETS, OPTIMIZERS[:2], ("accumulation",)),  # which no optimizer sees
 )
 """Policy, optimizer and way of the steps."""
-STEPS = 6
+STEPS = 5
 
 LOOKED_AT = 3
 """The first steps, which mezzo looks at closely, with reads."""

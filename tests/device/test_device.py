@@ -27,31 +27,34 @@ LOOPS = ("a_layer_norm_with_fp32_weights_is_three_launches", "a_layer_norm_by_tr
 OutputOnce = Callable[..., subprocess.CompletedProcess[str]]
 
 
+PROGRAMS = ("program", "checks", *["graphs"] * hasattr(torch.accelerator, "Graph"))
+
+
 def output_of(program: str, *words: str) -> subprocess.CompletedProcess[str]:
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # sums of several threads differ in their last bits
+    module = f"tests.device.{program}".removesuffix(".")
     return subprocess.run(
-        [sys.executable, "-m", f"tests.device.{program}", *words],
-        capture_output=True, text=True, check=False, env=one_thread,
-    )  # fmt: skip
+        [sys.executable, "-m", module, *words], capture_output=True, text=True, check=False, env=one_thread
+    )
 
 
 @pytest.fixture(scope="session")
 def output_once(tmp_path_factory: pytest.TempPathFactory) -> OutputOnce:
-    """What a program of this folder printed, and its errors, run once for all workers of a test run."""
+    """What a program of this folder printed, and its errors; all are run once, for all workers of a test run."""
     own = tmp_path_factory.getbasetemp()
-    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    kept = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "device.json"
 
     @functools.cache
-    def once(program: str) -> subprocess.CompletedProcess[str]:
-        kept = shared / f"{program}.json"
+    def all_programs() -> dict[str, Any]:
         with kept.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not kept.exists():
-                done = output_of(program)
-                kept.write_text(json.dumps([done.returncode, done.stdout, done.stderr]), encoding="utf-8")
-        return subprocess.CompletedProcess([program], *json.loads(kept.read_text(encoding="utf-8")))
+                done = output_of("", *PROGRAMS)
+                assert done.returncode == 0, done.stderr[-3000:]
+                kept.write_text(done.stdout.splitlines()[-1], encoding="utf-8")
+        return json.loads(kept.read_text(encoding="utf-8"))
 
-    return once
+    return lambda program: subprocess.CompletedProcess([program], *all_programs()[program])
 
 
 @pytest.fixture(scope="session")
