@@ -43,13 +43,17 @@ def accelerate_starts_anew() -> None:
 
 FROZEN_AFTER = (10, 100, 300, 1000, 3000)
 """Numbers of tests after which what they imported is taken out of walks over objects too."""
+MANY_MODULES = 100
+"""That tests imported since, of which the objects are taken out as well."""
 _num_run = itertools.count(1)
+_num_modules = [0]
 
 
 def _freeze() -> None:
     """Take what lives, a million objects, out of every walk over the process's objects, by Python or by mezzo."""
     gc.collect()
     gc.freeze()
+    _num_modules[0] = len(sys.modules)
 
 
 gc.disable()  # until the tests are collected: imports leave no garbage, and each walk would go over all they made
@@ -70,7 +74,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_logfinish() -> None:
-    if next(_num_run) in FROZEN_AFTER:
+    if next(_num_run) in FROZEN_AFTER or len(sys.modules) > _num_modules[0] + MANY_MODULES:
         _freeze()
 
 

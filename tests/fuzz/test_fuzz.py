@@ -12,7 +12,8 @@ from tests.torch_versions import ADAGRAD_STARTS_LATE
 
 import mezzo
 
-PROGRAMS, CHUNKS = 200, 8
+PROGRAMS, CHUNKS, QUICK = 200, 8, 5
+"""How many programs are run, in how many tests, and how many of these run in every suite."""
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +22,9 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("mezzo.step"), "disabled", True)
 
 
-@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize(
+    "chunk", [pytest.param(chunk, marks=[pytest.mark.slow] * (chunk >= QUICK)) for chunk in range(CHUNKS)]
+)
 def test_generated_programs(chunk: int) -> None:
     for seed in range(chunk, PROGRAMS, CHUNKS):
         program = drawn(seed)

@@ -77,6 +77,8 @@ FAULTY = [
 ROWS = [(case, dtype) for case in FAULTY for dtype in case.dtypes]
 LINTS = [(lint, dtype) for lint in lint_cases.LINTS for dtype in lint.dtypes]
 PROGRAMS = [*healthy.HEALTHY, *scripts.HEALTHY, *public_healthy.HEALTHY, *strangers.HEALTHY]
+TURNS = (torch.bfloat16, torch.float32)
+"""Which of the programs that run in each dtype leave to the slow tests, by turns."""
 WELL = [(b, dtype) for b in PROGRAMS for dtype in strangers.HEALTHY.get(b, healthy.dtypes_of(b))]
 
 pytestmark = [
@@ -142,6 +144,7 @@ def row(case: Case, dtype: torch.dtype) -> object:
 def healthy_row(build, dtype: torch.dtype) -> object:
     is_public = build in public_healthy.HEALTHY or build in strangers.HEALTHY or build in LARGE
     is_twin = is_public and (dtype is not strangers.HEALTHY.get(build, (torch.float16,))[0] or is_slow(build))
+    is_twin |= not is_public and dtype is TURNS[PROGRAMS.index(build) % 2]
     return pytest.param(build, dtype, marks=[pytest.mark.slow] * is_twin, id=f"{build.__name__}-{name(dtype)}")
 
 
