@@ -68,6 +68,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "encoder": encoder,
     "by name": ByName,
 }
+KIN = {"gru": "bf16-master", "rnn": "bf16, ops=mezzo"}
 NORMS: dict[str, Callable[[], nn.Module]] = {
     "batch": lambda: nn.BatchNorm1d(6),
     "plain batch": lambda: nn.BatchNorm1d(6, affine=False),
@@ -103,8 +104,15 @@ def test_a_traced_program_computes_what_the_model_does(name: str, policy: str) -
         assert not torch.equal(program(x), wide(x))  # cast it is
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "by name"])  # as torch.autocast loses it there
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        # An LSTM's cases stand for those of its kin, which are quick under one policy each.
+        pytest.param(name, policy, marks=[pytest.mark.slow] * (KIN.get(name, policy) != policy))
+        for name in MODELS if name != "by name"  # as torch.autocast loses it there
+        for policy in POLICIES
+    ],
+)  # fmt: skip
 def test_a_decomposed_program_computes_what_the_model_does(name: str, policy: str) -> None:
     model, wide = twins(MODELS[name], policy)
     x = torch.randn(4, 5, 8)
