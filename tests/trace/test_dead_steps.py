@@ -254,8 +254,12 @@ def cleared_by(how: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
             del p.grad
         elif how == "replaced":
             p.grad = torch.zeros_like(p)
-        elif how in ("multiplied", "data", "filled"):
-            {"multiplied": p.grad.mul_, "data": lambda _: p.grad.data.zero_(), "filled": p.grad.data.fill_}[how](0)
+        elif how == "multiplied":
+            p.grad.mul_(0)
+        elif how == "data":
+            p.grad.data.zero_()
+        elif how == "filled":
+            p.grad.data.fill_(0.0)
         elif how == "assigned":
             p.grad.data[:] = 0
         elif how == "scaled":
