@@ -387,26 +387,25 @@ _SKIP_ALONE = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_f
 
 
 def dynamo_count_apart(function: Function) -> Function:
-    """Give a function that is made again and again a code of its own: the compiler gives up one that it compiled eight times.
-
-    Writes: the function's code.
-    """
+    """Give a function that is made again and again a code of its own: the compiler gives up one that it compiled eight times."""
     function.__code__ = function.__code__.replace()
     return function
 
 
+def dynamo_skip_alone(function: Function) -> Function:
+    """Keep the compiler from compiling a function by itself, but not what it calls; inside a larger one it is traced. Writes: a mark on its code."""
+    eval_frame.set_code_exec_strategy(function.__code__, _SKIP_ALONE)
+    return function
+
+
 def dynamo_pass_through(function: Function) -> Function:
-    """Keep the compiler from compiling a function by itself, but not what it calls; inside a larger one it is traced.
+    """Skip alone what calls the forwards of all models in their regions, which torch 2.11 traces nowhere.
 
-    For what calls the forwards of all models. The compiler gives up a code that it compiled eight times, with all that
-    it calls (`torch._dynamo.config.recompile_limit`), and eight models would use that up. Torch 2.11 traces it nowhere.
-
-    Writes: marks on the function and its code.
+    The compiler gives up a code that it compiled eight times, with all that it calls (`torch._dynamo.config.recompile_limit`).
     """
     if not _TRACES_REGIONS:
         function._torchdynamo_disable = True  # type: ignore[attr-defined]  # the mark torch._dynamo looks for
-    eval_frame.set_code_exec_strategy(function.__code__, _SKIP_ALONE)
-    return function
+    return dynamo_skip_alone(function)
 
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling, is_exporting
 from .._torch import (
     dynamo_count_apart,
     dynamo_pass_through,
+    dynamo_skip_alone,
     dynamo_skip_frame,
     frame_callback,
     functorch_level,
@@ -45,6 +46,7 @@ from .refusals import REFUSALS, leaves_dtypes, refuse_symbolic_trace
 
 RECORD = "_mezzo_bound"
 """Where a bound module keeps its record: beside its parameters, not in its state dict."""
+Forward = Callable[..., Any]
 AfterForward = Callable[[object], None]
 BeforeForward = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], AfterForward | None]
 
@@ -57,9 +59,8 @@ class Binding:
         policy: with its compute dtype decided.
         device_type: of the model's tensors; None for several: the CPU and the accelerator.
         cache: where casts of weights are kept.
-        before_forward: called before each forward of the root, or of a module that is called without it, outside
-            torch.compile, with module and arguments; what it returns, if anything, is called with the output. It belongs
-            to one stepper, which may leave another one to a copy of the model.
+        before_forward: called before each forward of the root, or of a module that is called without it, outside torch.compile, with
+            module and arguments; what it returns, if anything, with the output. It is one stepper's, which may leave a copy of the model another.
         owner: the stepper that was made with it; not copied either.
         before_trace: called before a compiler traces a forward of the root, outside its graph; not copied.
         widens: whether weights that a policy before stored in 16 bit are stored in fp32 again, since now nothing casts what meets them.
@@ -78,21 +79,14 @@ class Binding:
         self._traced_rules = when_traced(self._op_rules, self.device_type or "cpu")  # a compiler traces `region`
         self._regions: dict[tuple[torch.dtype | None, CacheName], autocast] = {}
         self.fuses = self._is_low and has_module_rules(self.policy)  # `modules=none` is torch's autocast to the bit
-        self.has_own_ops, self.keeps_casts = self._has_own_ops(), self._keeps_casts()
+        self.has_own_ops = self.fuses and has_own_attention(self.device_type) and self._dispatches("cpu", self.cache)
+        device = self.device_type or "cpu"  # on an accelerator seeing each op would take the host longer than the casts
+        self.keeps_casts = self._is_low and device != "cpu" and self.cache == "persistent" and self._dispatches(device)
         self.emulates = self.fuses and has_own_attention(self.device_type) and is_emulated(self.policy.compute)
         self.region_key = f"{self.policy!s} {self.device_type} {self.cache}"
 
-    def _has_own_ops(self) -> bool:
-        """Whether attention, recurrent layers, convolutions and linear layers run mezzo's way."""
-        if not (self.fuses and has_own_attention(self.device_type)):
-            return False
-        return self.policy.why_engine("cpu", self.cache).engine == "dispatcher"
-
-    def _keeps_casts(self) -> bool:
-        """Whether modules take kept casts by themselves: on an accelerator, where seeing each op would take the host longer than the casts."""
-        device = self.device_type or "cpu"
-        keeps = self._is_low and self.cache == "persistent" and device != "cpu"
-        return keeps and self.policy.why_engine(device).engine == "dispatcher"
+    def _dispatches(self, device: str, cache: CacheName = "region") -> bool:
+        return self.policy.why_engine(device, cache).engine == "dispatcher"
 
     def __getstate__(self) -> dict[str, Any]:
         watch = self.stepper._note_copy() if self.is_trained else None
@@ -169,6 +163,7 @@ class Bound:
         idle: calls that met no attention, in evaluation and in training; far below 0 once there was one.
         is_regular: whether inside the binding's region the module does nothing but run its forward.
         traced_key: the key of regions where a compiler traces the class's forward alone, by one quick guard; empty where there is more.
+        breaks: whether a compiler's graph that had the module's region in it broke inside: from then on those inside have it around them.
         first: where the module's first parameter stands, once somebody asked.
         products: what is known of its products, once somebody asked.
         kept: casts of the module's weights that are kept, and what they are casts of.
@@ -185,6 +180,7 @@ class Bound:
     is_regular: bool = True
     traced_key: str = ""
     idle: list[int] = field(default_factory=lambda: [0, 0], init=False, repr=False)
+    breaks: bool = field(default=False, init=False, repr=False)
     first: ParameterEntry | None = field(default=None, init=False, repr=False)
     products: ProductWatch | None = field(default=None, init=False, repr=False)
     kept: tuple[object, tuple[Tensor, Tensor | None]] | None = field(default=None, init=False, repr=False)
@@ -256,16 +252,14 @@ def _is_inside(binding: Binding, traced: bool) -> bool:
 
 
 @dynamo_pass_through
-def _run(bound: Bound, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+def _run(bound: Bound, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: Any) -> Any:
     traced = _is_traced()
     run = _run_inside if _is_inside(bound.binding, traced) else _enter
     return run(bound, module, forward, args, kwargs, traced)
 
 
 @dynamo_pass_through
-def _run_inside(
-    bound: Bound, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, traced: bool
-) -> Any:
+def _run_inside(bound: Bound, module: nn.Module, forward: Forward, args: Any, kwargs: Any, traced: bool = False) -> Any:
     if bound.own is None:
         if not bound.attends or traced or is_exporting() or not is_large(args, kwargs):
             return forward(module, *args, **kwargs)
@@ -286,6 +280,7 @@ def _open(
         refuse_symbolic_trace()
     resumes = not bound.is_root and _is_recompute()
     if is_eager:
+        bound.breaks = bound.breaks or between
         binding.follow(bound.first_parameter(module))
         if binding.before_forward is not None and not resumes:
             after = binding.before_forward(module, args, kwargs)
@@ -308,9 +303,7 @@ def _open(
 
 
 @dynamo_pass_through
-def _enter(
-    bound: Bound, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, traced: bool
-) -> Any:
+def _enter(bound: Bound, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: Any, traced: bool) -> Any:
     outer, outer_traced = _here.binding, _here.traced
     between = not is_compiling() and frame_callback() is not None
     region, args, kwargs, after, dtype = _open(bound, module, args, kwargs, traced, between)
@@ -347,7 +340,9 @@ def bound_class(original: type[nn.Module]) -> type[nn.Module]:
 
 
 def _make_class(original: type[nn.Module], written: Callable[..., Any]) -> type[nn.Module]:
-    @dynamo_count_apart
+    run_in_one_graph: Forward = dynamo_count_apart(lambda run, *args: run(*args))
+
+    @dynamo_skip_alone
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         bound: Bound | None = self._mezzo_bound  # type: ignore[assignment]  # read from `__dict__` it is three guards more
@@ -358,12 +353,15 @@ def _make_class(original: type[nn.Module], written: Callable[..., Any]) -> type[
             return original.forward(self, *args, **kwargs)
         is_inside = here is bound.binding and (is_dynamo_compiling() or functorch_level() is None)
         own_forward = bound.inner if bound.inner and (bound.stays or original.forward is written) else original.forward
-        if is_inside and not bound.is_regular:
-            return _run_inside(bound, self, own_forward, args, kwargs, traced=False)
-        return own_forward(self, *args, **kwargs) if is_inside else _run(bound, self, own_forward, args, kwargs)
+        if is_inside and bound.is_regular:
+            return own_forward(self, *args, **kwargs)
+        run = _run_inside if is_inside else _run
+        if is_dynamo_compiling() or bound.breaks or frame_callback() is None:
+            return run(bound, self, own_forward, args, kwargs)
+        return run_in_one_graph(run, bound, self, own_forward, args, kwargs)
 
     if issubclass(original, nn.LSTM | nn.GRU):  # it runs between the compiler's graphs, where mezzo's kernel may
-        dynamo_skip_frame(forward)
+        dynamo_skip_frame(dynamo_count_apart(forward))
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         reduced = original.__reduce_ex__(self, protocol)
