@@ -445,7 +445,8 @@ def on_trace_end(callback: Callable[[], None]) -> None:
 
 # --- op tables ------------------------------------------------------------------------------------------------------
 
-OP_NAMESPACES = (torch._C._VariableFunctions, torch._C._nn, torch.linalg, torch.special, torch.fft, torch._C.TensorBase)
+_C: Any = torch._C
+OP_NAMESPACES = (_C._VariableFunctions, _C._nn, _C._sparse, torch.linalg, torch.special, torch.fft, _C.TensorBase)
 """Where the callables behind aten's op names live."""
 LOWRANK = torch._lowrank
 

@@ -183,6 +183,38 @@ def test_fractional_pooling_draws_its_regions_in_the_dtype_of_its_input(dims: in
     assert torch.equal(pooled(ours, return_indices=True)[1], pooled(torchs, return_indices=True)[1])
 
 
+WITHOUT_A_KERNEL: dict[str, Callable[[Tensor], Tensor]] = {
+    "linalg.norm, 2": lambda x: torch.linalg.norm(x, 2),
+    "linalg.norm": torch.linalg.norm,
+    "linalg.lu_solve": lambda x: torch.linalg.lu_solve(*torch.linalg.lu_factor(x), x),
+    "sparse.softmax": lambda x: torch.sparse.softmax(x.to_sparse(), 1).to_dense(),
+    "sparse.log_softmax": lambda x: torch.sparse.log_softmax(x.to_sparse(), 1).to_dense(),
+    "sparse.sampled_addmm": lambda x: torch.sparse.sampled_addmm(x.detach().to_sparse_csr(), x, x).to_dense(),
+    "smm": lambda x: torch.smm(x.detach().to_sparse(), x.detach()).to_dense(),
+    "sspaddmm": lambda x: torch.sspaddmm(x.detach().to_sparse(), x.detach().to_sparse(), x.detach()).to_dense(),
+    "binomial": lambda x: torch.binomial(torch.full_like(x, 3), x.detach().sigmoid()),
+    "gamma": lambda x: torch.distributions.Gamma(x.abs() + 1, x.abs() + 1).rsample(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse (CSR|invariant checks):UserWarning")
+@pytest.mark.parametrize("low", LOW_DTYPES)
+@pytest.mark.parametrize("name", WITHOUT_A_KERNEL)
+def test_what_has_no_16_bit_kernel_runs_in_fp32(name: str, low: str) -> None:
+    given = (torch.randn(4, 4) + 3 * torch.eye(4)).to(LOW_DTYPES[low])
+    outs, grads = [], []
+    for x in (given.clone().requires_grad_(), given.float().requires_grad_()):
+        torch.manual_seed(0)
+        with mezzo.autocast("cpu", policy=Policy.parse(f"{low}, ops=mezzo"), enabled=x.dtype is not torch.float32):
+            outs.append(WITHOUT_A_KERNEL[name](x))
+        if outs[-1].requires_grad:
+            outs[-1].float().sum().backward()
+            grads.append(x.grad)
+    assert outs[0].dtype is torch.float32
+    torch.testing.assert_close(*outs, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(grads[:1], [grad.to(given.dtype) for grad in grads[1:]], rtol=1e-2, atol=1e-2)
+
+
 def test_why_gives_the_reason() -> None:
     assert "an LSTM in fp16 meets a kernel that is not there" in str(Policy.parse("fp16, ops=mezzo").why(None, "lstm"))
     assert "no 16-bit kernel" in str(Policy.parse("bf16, ops=mezzo").why(None, "special_zeta"))
