@@ -149,6 +149,30 @@ def test_the_rule_that_the_log_names_keeps_the_layer_in_fp32(caplog: pytest.LogC
     assert amp.step() and model[1].classifier.weight.dtype is torch.float32 and not caplog.records
 
 
+class PlainRouter(Router):
+    """A router in a plain region that is off, as third-party code has it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x)
+
+
+def test_a_cast_that_is_left_out_where_autocast_is_off_says_what_fits_and_the_rule(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), PlainRouter())
+    amp = mezzo.prepare(model, torch.optim.AdamW(model.parameters()), "bf16-master")
+    with pytest.raises(mezzo.errors.CastError, match=r"(?s)in module 1\.classifier .* module:NAME=fp32"):
+        model(torch.randn(8, 4))
+    (said,) = [record.message for record in caplog.records if "1.classifier=fp32" in record.message]
+    assert "autocast is off here, where only inputs of that dtype fit them" in said and "as the policy says" not in said
+    amp.release()
+    caplog.clear()
+    amp = mezzo.prepare(model, torch.optim.AdamW(model.parameters()), "bf16-master, 1.classifier=fp32")
+    amp.backward(model(torch.randn(8, 4))[:, 0].square().mean())
+    assert amp.step() and not caplog.records
+
+
 class Recomputes(torch.autograd.Function):
     """A reversible layer (Gomez et al. 2017), as Reformer has them: its backward runs the layer again in place of what was kept."""
 

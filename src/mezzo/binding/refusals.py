@@ -75,7 +75,7 @@ def leaves_dtypes(module: nn.Module, function: Callable[[Tensor], Tensor], bound
             continue
         names = [name for name, p in trained.items() if p.dtype is kind]
         if is_running and cast.device == device and cast.dtype is not torch.float64:
-            _say_left_out(module, cast.dtype, kind, bound.binding.stepper.model)
+            _say_left_out(module, cast.dtype, kind, bound.binding)
             return True
         raise StepError(
             f"{len(names)} parameters ({listed(names)}) that a stepper trains would be stored in {dtype_name(cast.dtype)} instead of "
@@ -85,14 +85,17 @@ def leaves_dtypes(module: nn.Module, function: Callable[[Tensor], Tensor], bound
     return False
 
 
-def _say_left_out(module: nn.Module, asked: torch.dtype, kind: torch.dtype, model: nn.Module) -> None:
+def _say_left_out(module: nn.Module, asked: torch.dtype, kind: torch.dtype, binding: Any) -> None:
     if module in _warned:
         return
     _warned.add(module)
-    name = next((name for name, inner in model.named_modules() if inner is module), "")
+    name = next((name for name, inner in binding.stepper.model.named_modules() if inner is module), "")
+    ops = "its ops run as the policy says, as under torch.autocast"
+    if binding.low_dtype() is None:
+        ops = "autocast is off here, where only inputs of that dtype fit them"
     _log.warning(
-        "the model's forward casts the weights of %s (%s) to %s; they stay in %s, in which they are trained, and its ops run as the "
-        "policy says, as under torch.autocast. Write %s=%s in the policy to have it that way.",
-        name or "the root", type(module).__name__, dtype_name(asked), dtype_name(kind),
+        "the model's forward casts the weights of %s (%s) to %s; they stay in %s, in which they are trained, and %s. "
+        "Write %s=%s in the policy to have it that way.",
+        name or "the root", type(module).__name__, dtype_name(asked), dtype_name(kind), ops,
         name if "." in name else f"module:{name}" if name else "*", dtype_name(asked),
     )  # fmt: skip
