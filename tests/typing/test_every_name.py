@@ -17,6 +17,7 @@ HELPERS = {
     "check_given",
     "did_you_mean",
     "first_line",
+    "interrupt_in",
     "is_out_of_memory",
     "kind_of",
     "listed",

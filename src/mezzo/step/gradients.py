@@ -383,7 +383,7 @@ class Gradients:
             forget_zeros_(pending, changed)
         if pending.scale is None and not any(map(is_summed_apart, params)):
             self._versions.note(params)
-        elif edited := nonzero(self._optimizers, self._versions.edited(params)):
+        elif edited := nonzero(self.optimizers, self._versions.edited(params)):
             raise StepError(
                 f"the gradients of {listed([self._names[p] for p in edited])} were changed since backward(loss), while they carry the loss scale. "
                 "Edit them inside `with amp.unscaled_grads():`, clip with amp.step(max_norm=...), and write "
