@@ -21,6 +21,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.two_tensor import TwoTensor
 
 import mezzo
 from mezzo.distributed import fully_shard, load_checkpoint, save_checkpoint
@@ -355,3 +356,14 @@ def test_a_full_disk_is_told_as_that(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
     save_checkpoint(amp, tmp_path / "a")
+
+
+def test_a_tensor_that_could_not_be_read_back_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model[0].weight = nn.Parameter(TwoTensor(torch.ones(4, 4), torch.ones(4, 4)), requires_grad=False)
+    amp = mezzo.prepare(model, torch.optim.SGD(model[1].parameters(), lr=0.1), "fp32")
+    with pytest.raises(
+        CheckpointError, match=r"0\.weight, a TwoTensor, which load_checkpoint could not read.*torch\.save"
+    ):
+        save_checkpoint(amp, tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []

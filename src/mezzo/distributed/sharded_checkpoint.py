@@ -58,7 +58,7 @@ def save_checkpoint(amp: Saveable, folder: str | os.PathLike[str], *, extra: Map
             a scheduler's state and the epoch.
 
     Raises:
-        CheckpointError: no run, no dict, a ZeroRedundancyOptimizer on several ranks, or the folder is there already or could not be written. Raised on all ranks.
+        CheckpointError: no run, no dict, a tensor that could not be read back, a ZeroRedundancyOptimizer on several ranks, or the folder is there already or could not be written. Raised on all ranks.
         DistributedError: a rank is lost.
 
     Writes: the folder; while at it, one beside it that ends in ".partial". Syncs: yes, with the slowest rank.
@@ -82,6 +82,9 @@ def save_checkpoint(amp: Saveable, folder: str | os.PathLike[str], *, extra: Map
         )
     tensors: dict[str, Tensor] = {}
     plain = _taken_apart({"amp": amp.state_dict(), "extra": dict(extra or {})}, (), tensors)
+    for name, tensor in tensors.items():
+        if hasattr(tensor, "__tensor_flatten__") and not is_dtensor(tensor):  # made of others, as quantized weights are
+            _check_read_back(name, tensor)
     with _refusing(f"cannot write {path}", "The checkpoints before it are kept."):
         tensors[_PLAIN] = _packed(plain)
         planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
@@ -164,6 +167,17 @@ def _put_together(value: Any, tensor: Callable[[KeyPath], Tensor]) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_put_together(item, tensor) for item in value)
     return value
+
+
+def _check_read_back(name: str, tensor: Tensor) -> None:
+    """Refuse, by a CheckpointError, a tensor that loading could not bring back. Syncs: yes."""
+    try:
+        torch.empty(tensor.shape, dtype=tensor.dtype).copy_(_unpacked(_packed(tensor)))
+    except Exception as error:
+        raise CheckpointError(
+            f"save_checkpoint was given {name}, a {type(tensor).__name__}, which load_checkpoint could not read: {first_line(error)}. "
+            "Write torch.save(amp.state_dict(), file)."
+        ) from error
 
 
 def _packed(plain: Any) -> Tensor:
