@@ -21,9 +21,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # The suite starts some seventy processes: each reads what the first compiled, wherever the environment forbids to keep it.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-if not torch.cuda.is_available() and not torch.xpu.is_available():
-    # Each torch.manual_seed would write the stack down twice, a millisecond under pytest, for devices that never come.
-    torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = lambda seed: None
+if not any(kind.is_available() for kind in (torch.cuda, torch.xpu, torch.mtia)):
+    # Each torch.manual_seed would write the stack down thrice, a millisecond under pytest, for devices that never come.
+    torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = torch.mtia.manual_seed_all = lambda seed: None
 
 
 @pytest.fixture(autouse=True)
