@@ -196,3 +196,37 @@ def test_a_rank_that_ends_before_a_gather_is_named() -> None:
     first, second = outcomes(2, _lost)
     assert second.error == "ended without an answer"
     assert first.error is None and str(first.value).startswith("rank 1 ended, and rank 0 waits for it.")
+
+
+def _refused(rank: int, world: int, case: str) -> tuple[str, list[str]]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    units = [model[0], model[1]]
+    if case == "scalar":
+        model[1].gain = nn.Parameter(torch.tensor(1.0))
+    try:
+        fully_shard(
+            model, "bf16" if rank or case != "policies" else "fp32", units=units[: rank + 1 if case == "units" else 2]
+        )
+    except (PolicyError, DistributedError) as error:
+        return str(error), [name for name, p in model.named_parameters() if type(p) is not nn.Parameter]
+    return "", []
+
+
+@pytest.mark.parametrize("case", ["policies", "units"])
+def test_ranks_that_shard_apart_are_refused_before_anything_is_sharded(case: str) -> None:
+    for said, sharded in run(2, _refused, case):
+        assert said.startswith("ranks cannot train together: fully_shard goes by ") and sharded == []
+
+
+def test_where_torch_refuses_a_part_it_is_said_what_is_left() -> None:
+    for said, sharded in run(2, _refused, "scalar"):
+        assert sharded == ["0.weight", "0.bias"]
+        assert said == (
+            "torch's fully_shard refused '1': fully_shard doesn't support scalar parameters. Change gain to a 1D tensor with numel equal to 1. By "
+            "then 0 had been sharded, which cannot be taken back: change what it names, make the model anew, and call fully_shard again."
+        )
+
+
+def test_a_mesh_is_one() -> None:
+    with pytest.raises(PolicyError, match="fully_shard was given str for mesh; give a DeviceMesh"):
+        fully_shard(nn.Linear(2, 2), "bf16", mesh="dp")

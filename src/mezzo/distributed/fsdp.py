@@ -61,42 +61,54 @@ def fully_shard(
         What was done; readable when printed.
 
     Raises:
-        PolicyError: the policy wants weights that share a module, or a tie between units, to be gathered differently.
-        DistributedError: the ranks shard by different policies or in different units, which is seen when they have. Raised on all of them.
+        PolicyError: the policy wants weights that share a module, or a tie between units, to be gathered differently; or torch refuses a part
+            when others are sharded already, which then stay so.
+        DistributedError: the ranks shard by different policies or in different units. Raised on all of them, whose models are as they were.
 
     Writes: parameters and classes of the modules. Syncs: with the slowest rank.
     """
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import OffloadPolicy, fully_shard
 
     check_given("fully_shard", "model", model, nn.Module, "a model", PolicyError)
+    if mesh is not None:
+        check_given("fully_shard", "mesh", mesh, DeviceMesh, "a DeviceMesh", PolicyError)
     chosen = as_policy(policy)
     _check_traffic(chosen)
     home = next((p.device for p in model.parameters()), torch.device("cpu"))
     chosen = chosen.resolve(home)
     plan = plan_shards(model, chosen, units)
+    _compare(home, mesh, chosen, plan)
     modules = dict(model.named_modules())
     for group in plan.groups:
         members = [modules[name] for name in group.modules]
-        fully_shard(
-            members if len(members) > 1 else members[0],
-            mesh=mesh,
-            reshard_after_forward=reshard_after_forward,
-            mp_policy=_mixed_precision(group.param_dtypes, plan.reduce),
-            offload_policy=OffloadPolicy() if offload_policy is None else offload_policy,
-        )
+        try:
+            fully_shard(
+                members if len(members) > 1 else members[0],
+                mesh=mesh,
+                reshard_after_forward=reshard_after_forward,
+                mp_policy=_mixed_precision(group.param_dtypes, plan.reduce),
+                offload_policy=OffloadPolicy() if offload_policy is None else offload_policy,
+            )
+        except Exception as error:
+            if not (done := plan.groups[: plan.groups.index(group)]):
+                raise
+            names = listed([name or "the root" for one in done for name in one.modules])
+            raise PolicyError(
+                f"torch's fully_shard refused '{group.modules[0] or 'the root'}': {str(error).splitlines()[0].rstrip('.')}. By then {names} "
+                "had been sharded, which cannot be taken back: change what it names, make the model anew, and call fully_shard again."
+            ) from error
         if home.type == "cpu":  # where the host waits
             members[0].set_custom_all_gather(WatchedGather())
         if plan.reduce in LOW_DTYPES:
             members[0].set_custom_reduce_scatter(WideReduceScatter())
             for params in fsdp_param_groups(members[0]):
                 wrap_replicas(params, WideReplicas)
-    _compare(model, chosen, plan)
     return plan
 
 
-def _compare(model: nn.Module, policy: Policy, plan: ShardPlan) -> None:
-    home = next(p.device for p in model.parameters())
-    group = Group(_group_of(model.parameters()), home=None if home.type in ("cpu", "meta") else home)
+def _compare(home: torch.device, mesh: DeviceMesh | None, policy: Policy, plan: ShardPlan) -> None:
+    group = Group(None if mesh is None else _group_of_mesh(mesh), home=None if home.type in ("cpu", "meta") else home)
     lines = [f"the policy '{policy}'", *str(plan).split("\n")]
     if any(group.differing(digest(lines)[None])):
         hint = "Call fully_shard with one policy, model and units on all ranks."
@@ -249,7 +261,11 @@ _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist
 
 def _group_of(params: Iterable[Tensor]) -> dist.ProcessGroup | None:
     """Return the ranks of the widest mesh that weights lie on; None are all. Syncs: with them, if no group is theirs yet."""
-    mesh = max((p.device_mesh for p in params if is_dtensor(p)), key=lambda mesh: mesh.size())
+    return _group_of_mesh(max((p.device_mesh for p in params if is_dtensor(p)), key=lambda mesh: mesh.size()))
+
+
+def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """Return all ranks of a mesh; None are all there are. Syncs: with them, if no group is theirs yet."""
     if mesh.size() == dist.get_world_size():
         return None
     if mesh.ndim == 1:
