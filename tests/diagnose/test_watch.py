@@ -324,3 +324,30 @@ def test_a_copy_of_a_watched_model_is_not_watched(is_prepared: bool, copied: Cal
         target(x * 1000)
         assert {t.name: t.histogram for t in w.report.tensors} == before
         train(model, amp, 2)
+
+
+@pytest.mark.parametrize("is_root", [True, False])
+def test_what_holds_weights_beside_other_modules_is_looked_at_too(is_root: bool) -> None:
+    """Attention multiplies by weights of its own, and calls no module for its products."""
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.last = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.attention(x, x, x)[0])
+
+    model = nn.MultiheadAttention(8, 2, batch_first=True) if is_root else Around()
+    outputs = []
+    attention = model if is_root else model.attention
+    attention.register_forward_hook(lambda module, args, out: outputs.append(out[0].detach().clone()))
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(2, 3, 8)
+    with diagnose.watch(model, every=1) as w:
+        for _ in range(3):
+            optimizer.zero_grad()
+            (model(x, x, x)[0] if is_root else model(x)).square().mean().backward()
+            optimizer.step()
+    name = "" if is_root else "attention"
+    found = {(t.kind, t.name): t.histogram for t in w.report.tensors}
+    assert found["activation", name] == histogram(torch.stack(outputs))

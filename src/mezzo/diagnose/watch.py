@@ -35,7 +35,9 @@ class Watch(AbstractContextManager["Watch"]):
 
     def __init__(self, model: nn.Module, amp: Stepper | None, every: int, width: int) -> None:
         self._model, self._amp, self._every = model, amp, every
-        self._leaves = [(n, m) for n, m in model.named_modules() if not any(True for _ in m.children())]
+        self._leaves = [
+            (n, m) for n, m in model.named_modules() if not [*m.children()] or [*m.parameters(recurse=False)]
+        ]
         self._parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad and p.is_floating_point()]
         device = self._parameters[0][1].device if self._parameters else torch.device("cpu")
         count = len(self._parameters)
