@@ -337,3 +337,41 @@ def test_a_weight_that_is_computed_since_is_trained_on(name: str, policy: str) -
     eps = torch.finfo(torch.bfloat16 if "bf16" in policy else torch.float16).eps
     torch.testing.assert_close(got, want, rtol=0, atol=16 * eps)
     assert dtypes == {torch.float32}
+
+
+def _to_meta_and_back(model: nn.Module) -> None:
+    model.to("meta")
+    model.to_empty(device="cpu")
+
+
+REPLACED: dict[str, Callable[[nn.Module], object]] = {
+    "to": _to_meta_and_back,
+    "meta": lambda m: m.to("meta"),
+    "assign": lambda m: m.load_state_dict({k: v.clone() for k, v in m.state_dict().items()}, assign=True),
+    "copy": lambda m: setattr(m, "1", copy.deepcopy(m[1])),
+    "parameter": lambda m: setattr(m[1], "weight", nn.Parameter(m[1].weight.detach().clone())),
+}
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("name", REPLACED)
+def test_weights_that_are_replaced_between_backward_and_step_are_not_stepped(name: str, set_to_none: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    old = [*model.parameters()]
+    amp = mezzo.prepare(model, torch.optim.AdamW(old, lr=0.1), "bf16")
+    for turn in range(3):
+        amp.zero_grad(set_to_none)
+        amp.backward(model(torch.ones(3, 4)).square().mean())
+        if turn == 2:
+            REPLACED[name](model)
+            before = [p.detach().clone() for p in old]
+            with pytest.raises(StepError, match=r"1\.weight.* not what the optimizer was given.*gradients"):
+                amp.step()
+            assert all(torch.equal(p, was) for p, was in zip(old, before, strict=True))
+        else:
+            amp.step()
+    amp.zero_grad(set_to_none)
+    if name != "meta":
+        amp.backward(model(torch.ones(3, 4)).square().mean())
+        with pytest.raises(StepError, match=r"not what the optimizer was given.*gradients"):
+            amp.step()

@@ -23,6 +23,7 @@ from .foreign_scaler import refuse_scaled
 from .grad_passes import add_up_parts_, drop, measure_flush, true_gradients
 from .leftovers import (
     Leftovers,
+    Registered,
     WeightLayouts,
     forget_zeros_,
     is_stale,
@@ -101,19 +102,18 @@ class Gradients:
         self._had: dict[Tensor, str] = {}
         self._nums_found: set[int] = set()
         self.refresh()
-        self._versions = GradVersions()
+        self._versions, self._is_shown = GradVersions(), False
         self._pending: AccumulationState | None = None
         self._closed: AccumulationState | None = None
         self._penalty_bad: Flag = False
-        self._leftovers = Leftovers(optimizers, names)
-        self.layouts = WeightLayouts(optimizers, names)
-        self._is_shown = False
+        self._leftovers, self.layouts = Leftovers(optimizers, names), WeightLayouts(optimizers, names)
 
     def refresh(self) -> None:
         """Take note of parameters that came since. Host only."""
         self._nums_found.clear()
         self._had = {p: self._had.get(p, self._names[p]) for p in self.parameters()}
         self._others = [p for p in self._names if p not in self._had]
+        self._registered = Registered(self._model)
         self.has_dtensors = any_dtensor(self._had)
 
     def backward(
@@ -318,9 +318,10 @@ class Gradients:
             self.layouts.refuse_changed(has_grads=True)
         chosen = {k: o for k, o in enumerate(self.optimizers) if optimizer is None or o is optimizer}
         found = grads_of(chosen, None if pending.scale is None else pending.scale.reciprocal())
-        if (count := sum([len(one.params) for one in found])) not in self._nums_found:  # a replaced one has none
+        if (count := sum([len(one.params) for one in found])) not in self._nums_found or self._registered.is_changed():
             refuse_replaced(self._model, self._had)
             self._nums_found.add(count)
+            self._registered = Registered(self._model)
         if not found:
             was_reached = not self._versions.stamps.keys().isdisjoint(map(id, self.parameters()))
             raise StepError(why_no_gradients(self._model, list(chosen.values()), self._names, was_reached=was_reached))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .._torch import own_modules, own_parameters
 from ..errors import StepError, kind_of, listed
 from ..formats import dtype_name
 from ..kernels import move
@@ -238,15 +239,36 @@ _REPARAMETRIZED = re.compile(r"\bparametrizations\.([^.]+)\.original\d*$|_(?:g|v
 """What torch's weight norm, spectral norm and parametrizations make of the name of a parameter."""
 
 
+class Registered:
+    """Which modules and parameters stand in the modules of a model. Host only."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._registries = [own for m in model.modules() for own in (own_parameters(m), own_modules(m)) if own]
+        self._held = [
+            one for own in self._registries for one in own.values()
+        ]  # alive, so that no other gets an id of theirs
+        self._ids = [*map(id, self._held)]
+
+    def is_changed(self) -> bool:
+        """Whether another one stands there now. Host only."""
+        return [id(one) for own in self._registries for one in own.values()] != self._ids
+
+
 def refuse_replaced(model: nn.Module, had: Mapping[Tensor, str]) -> None:
-    """Refuse, by a StepError, to leave untrained what took the place of a parameter that was stepped, and has a gradient. Host only."""
+    """Refuse, by a StepError, to leave untrained what took the place of a parameter that was stepped, where either has a gradient. Host only."""
     now, plain = dict(model.named_parameters()), partial(_REPARAMETRIZED.sub, r"\1")
-    gone = {plain(name) for p, name in had.items() if now.get(name) is not p}
-    new = [name for name, p in now.items() if p.grad is not None and p not in had and plain(name) in gone]
-    if new:
+    gone = {plain(name): p for p, name in had.items() if now.get(name) is not p}
+    new = [(name, p) for name, p in now.items() if p not in had and plain(name) in gone]
+    lost = [name for name, p in new if p.grad is not None]
+    if left := lost or [name for name, _ in new if gone[plain(name)].grad is not None]:
+        what = (
+            "has gradients that no optimizer steps"
+            if lost
+            else "the gradients are those of the old one, which the model no longer has"
+        )
         raise StepError(
-            f"{listed(new)} {'is' if len(new) == 1 else 'are'} not what the optimizer was given: since then another nn.Parameter took the "
-            "place, and has gradients that no optimizer steps. Give it to optimizer.add_param_group({'params': [...]}), put weight norm and the like on or "
+            f"{listed(left)} {'is' if len(left) == 1 else 'are'} not what the optimizer was given: since then another nn.Parameter took the "
+            f"place, and {what}. Give it to optimizer.add_param_group({{'params': [...]}}), put weight norm and the like on or "
             "off before mezzo.prepare, or write the values into the old one by copy_() under torch.no_grad(), as load_state_dict does without assign=True. Nothing was changed."
         )
 
