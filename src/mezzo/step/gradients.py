@@ -100,7 +100,6 @@ class Gradients:
         self._model, self.optimizers, self._names, self._loss_dtype = model, optimizers, names, loss_dtype
         self._by_turns = by_turns
         self._had: dict[Tensor, str] = {}
-        self._nums_found: set[int] = set()
         self.refresh()
         self._versions, self._is_shown = GradVersions(), False
         self._pending: AccumulationState | None = None
@@ -110,7 +109,7 @@ class Gradients:
 
     def refresh(self) -> None:
         """Take note of parameters that came since. Host only."""
-        self._nums_found.clear()
+        self._nums_found = set[int]()
         self._had = {p: self._had.get(p, self._names[p]) for p in self.parameters()}
         self._others = [p for p in self._names if p not in self._had]
         self._registered = Registered(self._model)
@@ -318,7 +317,8 @@ class Gradients:
             self.layouts.refuse_changed(has_grads=True)
         chosen = {k: o for k, o in enumerate(self.optimizers) if optimizer is None or o is optimizer}
         found = grads_of(chosen, None if pending.scale is None else pending.scale.reciprocal())
-        if (count := sum([len(one.params) for one in found])) not in self._nums_found or self._registered.is_changed():
+        ids = [id(one) for own in self._registered.registries for one in own.values()]
+        if (count := sum([len(one.params) for one in found])) not in self._nums_found or ids != self._registered.ids:
             refuse_replaced(self._model, self._had)
             self._nums_found.add(count)
             self._registered = Registered(self._model)

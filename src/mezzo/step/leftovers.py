@@ -243,15 +243,11 @@ class Registered:
     """Which modules and parameters stand in the modules of a model. Host only."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._registries = [own for m in model.modules() for own in (own_parameters(m), own_modules(m)) if own]
+        self.registries = [own for m in model.modules() for own in (own_parameters(m), own_modules(m)) if own]
         self._held = [
-            one for own in self._registries for one in own.values()
+            one for own in self.registries for one in own.values()
         ]  # alive, so that no other gets an id of theirs
-        self._ids = [*map(id, self._held)]
-
-    def is_changed(self) -> bool:
-        """Whether another one stands there now. Host only."""
-        return [id(one) for own in self._registries for one in own.values()] != self._ids
+        self.ids = [*map(id, self._held)]
 
 
 def refuse_replaced(model: nn.Module, had: Mapping[Tensor, str]) -> None:
