@@ -101,3 +101,11 @@ def test_what_has_another_way_to_the_loss_is_healthy() -> None:
 def test_fewer_passes_are_no_evidence() -> None:
     assert trained(nn.LayerNorm(1), steps=2).answer == "healthy"
     assert trained(nn.Softmax(-1), steps=31).answer == "healthy"
+
+
+@pytest.mark.parametrize("op", CASES)
+def test_lint_names_it_in_one_step(op: str) -> None:
+    tail, width, loss = CASES[op]
+    model = nn.Sequential(nn.Linear(8, width), *tail)
+    found = diagnose.lint(model, torch.randn(8, 8), lambda model, batch: loss(model(batch), batch)).warnings
+    assert {w.lint.rule for w in found} == {"zero-gradients"} and f"{op} over one number" in found[0].why

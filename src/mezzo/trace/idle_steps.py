@@ -206,8 +206,9 @@ class IdleSteps:
         """Say which optimizers never moved a weight, or hold what stood in the place of one, given the parameters in modules by their ids."""
         for (rule, owner), (site, what, steps) in self._idle.items():
             is_learnt = rule == "exploding-step" and self._has_fallen_since(self._blown_up[owner])
-            is_norm = what.endswith(OF_ONE) and site.op.endswith("norm")
-            least = _LEAST_OF_NORMS if is_norm else _LEAST[rule]
+            least = _LEAST[rule]
+            if what.endswith(OF_ONE):
+                least = 1 if lints.of_risks else _LEAST_OF_NORMS if site.op.endswith("norm") else least
             if steps >= least and owner not in self._alive and not is_learnt:
                 lints.add(rule, site, torch.float32, what, steps)
         for key, (site, name, times) in self._since.items():  # quantised after it was trained
