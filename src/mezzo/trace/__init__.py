@@ -18,8 +18,8 @@ from .frames import is_stepping as is_stepping
 from .frames import line_pairs as line_pairs
 from .frames import short_line as short_line
 from .frames import source_line as source_line
-from .lint_rules import LintWarning as LintWarning
-from .lint_rules import explain_lint as explain_lint
+from .lint_warning import LintWarning as LintWarning
+from .lint_warning import explain_lint as explain_lint
 from .measure import length as length
 from .measure import spaced as spaced
 from .modules import Place as Place

@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import listed
 from .depth import Trend, grew_into, grew_over_steps, trends
 from .fix import DIVERGED, GROWN, STEPPED, STUCK, Fix, fix_for
-from .lint_rules import LintWarning, explain_lint
+from .lint_warning import LintWarning, explain_lint
 from .records import Event, Flush, FlushedGradient, Frame, Lint, LostUpdate, Phase, Sink, Site, TensorFacts, TraceRecord
 from .verdict import Verdict, number, verdict_of
 

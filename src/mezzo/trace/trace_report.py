@@ -13,7 +13,7 @@ from ..report import Block, Chart, Document, Heading, Note, Pairs, Report, Serie
 from .evidence import is_metric
 from .findings import FAULTY_RULES, Finding
 from .frames import line_pairs, short_line, source_line
-from .lint_rules import explain_lint
+from .lint_warning import explain_lint
 from .records import Frame, LineRange, Lint, Size, TensorFacts, TraceRecord
 
 Answer = Literal["faulty", "healthy", "not enough seen"]
