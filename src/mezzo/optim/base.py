@@ -190,10 +190,8 @@ class MasterOptimizer(KeepsMasters):
             with torch.enable_grad():
                 loss = closure()
         grad_mode = torch.is_grad_enabled()
-        try:
-            torch.set_grad_enabled(
-                False
-            )  # by itself: Ctrl-C between the lines of a context manager of torch's leaves it off
+        try:  # Ctrl-C between the lines of a context manager of torch's would leave gradients off
+            torch.set_grad_enabled(False)
             batches = [(step, batch) for step, batches in self._param_batches() for batch in batches]
             held = [self._operands(step, batch) for step, batch in batches]
             found = getattr(self, "found_inf", None)

@@ -244,9 +244,8 @@ class Registered:
 
     def __init__(self, model: nn.Module) -> None:
         self.registries = [own for m in model.modules() for own in (own_parameters(m), own_modules(m)) if own]
-        self._held = [
-            one for own in self.registries for one in own.values()
-        ]  # alive, so that no other gets an id of theirs
+        # Alive, so that no other gets an id of theirs.
+        self._held = [one for own in self.registries for one in own.values()]
         self.ids = [*map(id, self._held)]
 
 

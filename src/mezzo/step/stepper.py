@@ -24,6 +24,8 @@ from .prepared_run import PreparedRun
 from .result import StepResult
 from .update import Clip, bound_of
 
+_NO_CLIP = Clip()
+
 
 def answers_misfits(
     call: str, words: Mapping[str, str | Callable[[Any], str]]
@@ -269,7 +271,9 @@ class Stepper(PreparedRun):
         for observer in self._observers:
             observer.before_step()
         engine = self._engine
-        clip = Clip(max_norm=bound_of(max_norm), value=bound_of(clip_value))
+        clip = _NO_CLIP
+        if max_norm is not None or clip_value is not None:
+            clip = Clip(max_norm=bound_of(max_norm), value=bound_of(clip_value))
         if engine.is_captured:
             refuse_in_graph(closure=closure, optimizer=optimizer, observers=self._observers)
         take = engine.run_step if closure is None else partial(step_by_closure, engine, closure)

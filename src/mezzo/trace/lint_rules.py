@@ -167,9 +167,8 @@ class LintWatch:
     def _bound(self, call: Call, site: Site) -> None:
         """Look at a bound that a hook, or a backward of the program's own, puts on its gradient; one near the loss scale is meant."""
         bound = max([abs(a) for a in (*call.args, *call.kwargs.values()) if isinstance(a, int | float)], default=0.0)
-        is_scale = (
-            self.has_fp16 and self._factor >= 256 and math.frexp(self._factor)[0] == 0.5
-        )  # else a weight of the loss
+        # else a weight of the loss
+        is_scale = self.has_fp16 and self._factor >= 256 and math.frexp(self._factor)[0] == 0.5
         if not (is_scale and 0 < bound < math.sqrt(self._factor) and call.inputs):
             return
         given = call.inputs[0][1]
