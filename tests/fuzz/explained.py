@@ -21,8 +21,8 @@ EXPLAINED: dict[str, Callable[[Program], bool]] = {
     "torch's fused kernels know one divisor, so the clip coefficient is in it": lambda program: (
         program.optimizer.endswith("fused") and any(isinstance(e, Train) and e.clip == "norm" for e in program.events)
     ),
-    "gradients of 16-bit embedding tables are summed in fp32, torch's in 16 bit": lambda program: (
-        "embedding" in program.blocks and bool(POLICIES[program.policy].rounds)
+    "gradients of 16-bit embedding tables, and rows of bags, are summed in fp32, torch's in 16 bit": lambda program: (
+        bool({"embedding", "bag"} & set(program.blocks)) and bool(POLICIES[program.policy].rounds)
     ),
 }
 """Reasons, and the programs they hold for; there the twin is compared within the rounding of the compute dtype."""

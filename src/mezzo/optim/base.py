@@ -284,8 +284,9 @@ class MasterOptimizer(KeepsMasters):
         return active
 
     def _made(self, step: GroupStep, active: list[Active]) -> Sequence[ParamBatch]:
-        for group in step.groups:
-            check_masters(group)
+        if any(self._begins(step.names, self.state.get(one.param, {})) for one in active):
+            for group in step.groups:
+                check_masters(group)
         for one in active:
             one.state = self.state[one.param]
             self.init_state(step.group, one.param, one.state)
@@ -319,10 +320,13 @@ class MasterOptimizer(KeepsMasters):
             )
         return value
 
+    def _begins(self, names: Iterable[str], state: Mapping[str, Any]) -> bool:
+        return "step" not in state or (self.counts_moments and any(name not in state for name in names))
+
     def init_state(self, group: Mapping[str, Any], param: Tensor, state: dict[str, Any]) -> None:
         """Add to the state of a parameter what its first step begins with and is not there: a count of 0, moments of 0, aux state. Syncs: no."""
         names = self.moment_names(group)
-        if "step" not in state or (self.counts_moments and any(name not in state for name in names)):
+        if self._begins(names, state):
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
         for name in names:
             if name not in state:

@@ -43,7 +43,8 @@ def _is_over_one(call: Call) -> bool:
     if not call.out:
         return False
     if name == "layer_norm_backward":
-        return bool(math.prod(given["normalized_shape"]) == 1)
+        shape = given["shape"] if "shape" in given else given["normalized_shape"]  # mezzo's own op, and torch's
+        return bool(math.prod(shape) == 1)
     if name == "group_norm_backward":
         return bool(given["C"] // given["group"] * given["HxW"] == 1)
     output = given.get("output") if name in _SOFTMAX else None
