@@ -192,12 +192,11 @@ class Accelerator(accelerate.Accelerator):
         """Go on from what `save_state` wrote, mezzo's or Accelerate's own; under FSDP2 from mezzo's, on any number of ranks."""
 
         def load(folder: Path) -> None:
+            scaler = folder / SCALER_NAME  # Accelerate writes it where it has one, and stumbles over where it has not
             if self.is_fsdp2:
                 load_checkpoint(self.stepper, folder / _SHARDS)
-            elif (
-                path := folder / SCALER_NAME
-            ).exists():  # Accelerate writes it where it has a scaler, and stumbles over where it is not
-                self._adapter.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+            elif scaler.exists():
+                self._adapter.load_state_dict(torch.load(scaler, map_location="cpu", weights_only=True))
 
         aside = _SHARDED if self.is_fsdp2 else _SHARDED[:1]
         with self._instead(aside, self.register_load_state_pre_hook, load):
