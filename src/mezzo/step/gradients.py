@@ -27,6 +27,7 @@ from .leftovers import (
     WeightLayouts,
     forget_zeros_,
     is_stale,
+    is_zero,
     nonzero,
     refuse_no_params,
     refuse_replaced,
@@ -265,7 +266,7 @@ class Gradients:
         """Whether somebody set all gradients to zero in place since the backward pass, and so dropped the step. Syncs: only if all were written."""
         held = [p for p in params if p.grad is not None] if self._pending is not None and graph_task_id() == -1 else []
         is_written = bool(held) and all(self._versions.changed((p,)) for p in held)  # mostly the first is not
-        return is_written and not any(p.grad.any() for p in held if p.grad is not None)
+        return is_written and all(map(is_zero, held))
 
     @property
     def pending(self) -> AccumulationState:
