@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from .._torch import apply_to_tensors_, own_parameters
-from ..distributed import class_names
+from ..distributed import class_names, precision_of
 from ..errors import MasterError, PolicyError, first_line, listed
 from ..formats import LOW_DTYPES, dtype_name, overflowing
 from ..kernels import is_dtensor, overlaps, span_of
@@ -25,7 +25,7 @@ from ..optim import (
     parameters,
     wrapped_optimizer,
 )  # fmt: skip
-from ..policy import FP32_RULES, ModuleRule, Policy, Rule, is_matmul_like, names_around, write_module_rule
+from ..policy import FP32_RULES, ModuleRule, Policy, Rule, is_matmul_like, write_module_rule
 from ..random_state import kept
 from .forward import record
 
@@ -48,7 +48,8 @@ def check_floats(model: nn.Module, policy: Policy) -> None:
             "decide about them. Run one forward, as in model(batch), before mezzo.prepare."
         )
     doubles = [name for name, p in model.named_parameters() if policy.is_low and p.dtype is torch.float64]
-    if wide := [name for name in doubles if _precision_at(model, policy, name) not in FP32_RULES]:
+    modules = dict(model.named_modules())
+    if wide := [n for n in doubles if precision_of(policy, n.rpartition(".")[0], modules) not in FP32_RULES]:
         part = wide[0].rpartition(".")[0]
         kept = part and write_module_rule(ModuleRule(pattern=part, precision=Rule.FP32))
         raise PolicyError(
@@ -56,12 +57,6 @@ def check_floats(model: nn.Module, policy: Policy) -> None:
             f"not run in {dtype_name(policy.compute) if policy.compute else '16 bit'}. "
             f"Write model.float() before prepare, or policy='fp32'{part and f', or {kept!r} for a part that is to stay fp64'}."
         )
-
-
-def _precision_at(model: nn.Module, policy: Policy, name: str) -> Rule | torch.dtype | None:
-    """What the rule says that is nearest around a parameter, as modules are bound by it."""
-    rules = (policy.module_rule(around, class_names(model.get_submodule(around))) for around in names_around(name))
-    return next((rule.precision for rule in rules if rule is not None), None)
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], policy: Policy, names: Mapping[Tensor, str]) -> None:

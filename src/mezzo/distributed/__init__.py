@@ -26,6 +26,7 @@ from .reducer import is_summed_apart as is_summed_apart
 from .shard_plan import ShardPlan as ShardPlan
 from .shard_plan import class_names as class_names
 from .shard_plan import plan_shards as plan_shards
+from .shard_plan import precision_of as precision_of
 from .sharded_checkpoint import load_checkpoint as load_checkpoint
 from .sharded_checkpoint import save_checkpoint as save_checkpoint
 from .wrapper import Wrapper as Wrapper

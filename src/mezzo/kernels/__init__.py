@@ -73,6 +73,7 @@ from .registry import is_emulated as is_emulated
 from .weights import AUX_STATE as AUX_STATE
 from .weights import WEIGHT_STREAM as WEIGHT_STREAM
 from .weights import Weights as Weights
+from .weights import aux_dtype as aux_dtype
 from .weights import chunks as chunks
 from .weights import give_master_ as give_master_
 from .weights import read_master as read_master

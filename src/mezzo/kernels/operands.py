@@ -12,10 +12,11 @@ from torch import Tensor
 
 from ..errors import OperandError
 from ..formats import LOW_DTYPES, describe, dtype_name
+from ..policy import Master
 from ..read_only import read_only
 from .dtensor import PLAIN, as_plain
 from .ops.gradients import ScaledGradients
-from .weights import AUX_STATE, Weights
+from .weights import AUX_STATE, Weights, aux_dtype
 
 T = TypeVar("T")
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -315,12 +316,12 @@ def _check_row(row: Sequence[Operand], weights: Weights) -> None:
             raise one.refuse(weight, "expanded: several of its elements are one in memory")
 
 
-def _dtypes(name: str, mode: str, weight: torch.dtype) -> tuple[torch.dtype, ...]:
+def _dtypes(name: str, mode: Master, weight: torch.dtype) -> tuple[torch.dtype, ...]:
     if name == "weight":
         low: tuple[torch.dtype, ...] = (torch.bfloat16,) if mode == "split" else tuple(LOW_DTYPES)
         return (torch.float32, torch.float64) if mode == "none" else low
     if name == AUX_STATE.get(mode):
-        return ({"split": torch.int16, "fp32": torch.float32}.get(mode, weight),)
+        return (aux_dtype(mode, weight) or weight,)
     return _FLOATS
 
 

@@ -14,7 +14,7 @@ from .ops.split import join, split
 
 PIECE = 2**18
 """Elements in a piece: in fp64 2 MiB, which stays in a core's cache; on an accelerator enough for a launch."""
-AUX_STATE = {"split": "remainder", "fp32": "master", "kahan": "compensation"}
+AUX_STATE: dict[Master, str] = {"split": "remainder", "fp32": "master", "kahan": "compensation"}
 """What each master mode keeps beside the weight; the names of the entries in an optimizer's state."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 WEIGHT_STREAM, MOMENT_STREAM = 0, 1
@@ -62,6 +62,12 @@ class Weights:
         if self.places is not None:
             return random_bits(random_key(self.places.seeds, step, stream), like, self.places)
         return random_bits(random_key(self.seeds[index], step, stream), like, self.offset(index))
+
+
+def aux_dtype(mode: Master, weight: torch.dtype) -> torch.dtype | None:
+    """Return the dtype of what a master mode keeps beside weights of a dtype; None for modes that keep nothing. Host only."""
+    dtypes: dict[Master, torch.dtype] = {"split": torch.int16, "fp32": torch.float32, "kahan": weight}
+    return dtypes.get(mode)
 
 
 def read_master(mode: Master, value: Tensor, aux: Tensor | None) -> Tensor:
@@ -123,8 +129,7 @@ def give_master_(mode: Master, weight: Tensor, master: Tensor) -> Tensor | None:
 
     The master is taken in fp32, or what is wider in the weight. Writes: `weight`. Syncs: no.
     """
-    dtype = {"split": torch.int16, "fp32": torch.float32, "kahan": weight.dtype}.get(mode)
-    master = master.to(torch.promote_types(weight.dtype, torch.float32))
+    dtype, master = aux_dtype(mode, weight.dtype), master.to(torch.promote_types(weight.dtype, torch.float32))
     aux = None if dtype is None else torch.empty_like(master, dtype=dtype)
     for chunk, value, *aux_parts in chunks(master, weight, *([] if aux is None else [aux])):
         found = store_master(mode, chunk, weight.dtype, None)

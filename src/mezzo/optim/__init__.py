@@ -16,6 +16,7 @@ from .checks import check_finite as check_finite
 from .master_store import check_whole as check_whole
 from .master_weights import MasterWeights as MasterWeights
 from .optimizer_state import OWN_OPTIONS as OWN_OPTIONS
+from .optimizer_state import mode_of_state as mode_of_state
 from .optimizer_state import take_loaded_masters_ as take_loaded_masters_
 from .saved_state import MOMENTS as MOMENTS
 from .saved_state import SQUARES as SQUARES

@@ -17,16 +17,25 @@ from torch import Tensor
 from .._torch import has_load_hooks
 from ..errors import ConfigError, OperandError, check_given
 from ..formats import LOW_DTYPES, describe, dtype_name
-from ..kernels import AUX_STATE, check_shape, give_master_, is_dtensor, like_dtensor, local, read_master, store_master
+from ..kernels import (
+    AUX_STATE,
+    aux_dtype,
+    check_shape,
+    give_master_,
+    is_dtensor,
+    like_dtensor,
+    local,
+    read_master,
+    store_master,
+)
 from ..loss_scale import param_names, parameters
 from ..policy import Master
-from .saved_state import check_saved, each_entry, is_torchs
+from .saved_state import AUX_MODES, check_saved, each_entry, is_torchs
 
 _log = logging.getLogger("mezzo.optim")
 _LOSS = {"kahan": "rounded to twice 16 bit", "stochastic": "rounded to 16 bit"}
 OWN_OPTIONS = ("master", "state_dtype", "rounding_seed", "backend")
 """Options of a group that torch's optimizers do not have."""
-_MODES = {name: mode for mode, name in AUX_STATE.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,8 +68,7 @@ def moment_dtype(param: Tensor, group: Mapping[str, Any]) -> torch.dtype:
 
 def mode_of_state(entry: Mapping[str, Any]) -> Master | None:
     """Return the master mode that left this state of one parameter; None if it keeps nothing beside the weight."""
-    modes: list[Master] = [mode for name, mode in _MODES.items() if name in entry]  # type: ignore[misc]  # keys of AUX_STATE
-    return modes[0] if modes else None
+    return next((mode for name, mode in AUX_MODES.items() if name in entry), None)
 
 
 def take_master_(param: Tensor, entry: Mapping[str, Tensor], mode: Master) -> tuple[dict[str, Tensor], str]:
@@ -122,7 +130,7 @@ def _take_loaded_(param: Tensor, entry: dict[str, Any], mode: Master, undo: Exit
         rounded = {"fp32": (aux.to(low), weight), "kahan": (aux.to(low).to(aux.dtype), aux)}.get(mode, (aux, aux))
         if torch.equal(weight.to(value.dtype), value) and torch.equal(*rounded):
             undo.callback(value.copy_, weight)
-            value.copy_(read_master(mode, weight, aux.to({"split": torch.int16, "kahan": low}.get(mode, aux.dtype))))
+            value.copy_(read_master(mode, weight, aux.to(aux_dtype(mode, low))))
             return True
     return False
 
@@ -132,9 +140,9 @@ def keep_masters(optimizer: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
     state = dict(saved["state"])
     keys = chain.from_iterable(group["params"] for group in saved["param_groups"])
     for key, p in zip(keys, parameters(optimizer), strict=True):
-        mode, aux = optimizer.aux_state(p) if optimizer.set_at.get(p) == p._version else ("none", None)
-        if aux is not None and mode_of_state(entry := state.get(key, {})) is None:
-            state[key] = {**entry, AUX_STATE[mode]: aux}
+        if optimizer.set_at.get(p) == p._version and mode_of_state(entry := state.get(key, {})) is None:
+            mode, aux = optimizer.aux_state(p)
+            state[key] = entry if aux is None else {**entry, AUX_STATE[mode]: aux}
     return {**saved, "state": state}
 
 

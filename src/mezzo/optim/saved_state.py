@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 
 from ..errors import CheckpointError, first_line, listed, shown
 from ..formats import LOW_DTYPES, describe, dtype_name, extremes, is_number, number_of
-from ..kernels import AUX_STATE, local, misplaced
+from ..kernels import AUX_STATE, aux_dtype, local, misplaced
 from ..loss_scale import parameters
+from ..policy import Master
 from .checks import HOW, is_seed
 
 MOMENTS = frozenset("exp_avg exp_avg_sq max_exp_avg_sq exp_inf momentum_buffer square_avg grad_avg acc_delta".split())
@@ -24,7 +25,8 @@ SQUARES = frozenset("exp_avg_sq max_exp_avg_sq exp_inf square_avg acc_delta sum"
 """State whose root a step divides by."""
 _COUNTS = frozenset(("step", "mu_product", "eta", "mu"))
 """State of torch's optimizers that is one number a parameter."""
-_AUX_DTYPES = {AUX_STATE["split"]: torch.int16, AUX_STATE["fp32"]: torch.float32}
+AUX_MODES: dict[str, Master] = {name: mode for mode, name in AUX_STATE.items()}
+"""The master mode that keeps each aux state, by its name."""
 _UPDATE = ("betas", "momentum", "dampening", "alpha", "rho", "etas", "lr_decay", "lambd", "beta2_decay", "history_size")
 """Options of torch's optimizers that say whose update it is."""
 _NONE_YET = "momentum_buffer"
@@ -154,12 +156,12 @@ def _check_entry(part: str, entry: Mapping[str, Any], param: Tensor, optimizer: 
         if is_known and name in _COUNTS:
             if not _is_number(value, 0):
                 refuse(where, f"is {_brief(value)}, and must be a finite number from 0")
-        elif name in AUX_STATE.values():
+        elif name in AUX_MODES:
             check_tensor(where, value, param)
             if value.is_floating_point() is (name == AUX_STATE["split"]):
                 refuse(where, f"is {value.dtype}: steps of torch's optimizers do not keep it", _FIRST_LOADED)
             low = value if value.dtype in LOW_DTYPES else param
-            wanted = _AUX_DTYPES.get(name, low.dtype)
+            wanted = aux_dtype(AUX_MODES[name], low.dtype) or low.dtype
             if value.dtype is not wanted and not (wanted is torch.int16 and _is_widened(value)):
                 refuse(where, f"is {describe(value)}, and must be {dtype_name(wanted)}")
         elif is_known and name in MOMENTS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -27,10 +28,11 @@ from ..optim import (
     each_entry,
     keeps_masters,
     local_optimizer,
+    mode_of_state,
     parameters,
     refuse,
 )
-from ..policy import Master, Policy, ScalingConfig
+from ..policy import Policy, ScalingConfig
 from .guard import Counters
 from .ranks import master_of
 from .release import remember_run
@@ -245,17 +247,15 @@ def _with_masters(entry: Mapping[str, Any], wide: Mapping[int, Tensor]) -> dict[
 @torch.no_grad()
 def _take_masters_(
     params: Sequence[Tensor], names: Mapping[Tensor, str], saved: Mapping[str, Tensor], entry: Mapping[str, Any]
-) -> dict[str, int]:
+) -> Counter[str]:
     """Give fp32 parameters the masters that lie in a saved state; return how many of each mode."""
-    modes: dict[str, int] = {}
-    by_name: dict[str, Master] = {name: mode for mode, name in AUX_STATE.items()}  # type: ignore[misc]  # keys are modes
+    modes: Counter[str] = Counter()
     for index, p in enumerate(params):
         kept = entry["state"].get(index, {})
-        for name, mode in by_name.items():
-            if name in kept:
-                weight = saved[names[p]] if p in names else p.detach()
-                p.copy_(read_master(mode, weight.to(p.device), kept[name].to(p.device)))
-                modes[mode] = modes.get(mode, 0) + 1
+        if mode := mode_of_state(kept):
+            weight = saved[names[p]] if p in names else p.detach()
+            p.copy_(read_master(mode, weight.to(p.device), kept[AUX_STATE[mode]].to(p.device)))
+            modes[mode] += 1
     return modes
 
 
