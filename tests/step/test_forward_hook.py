@@ -43,7 +43,7 @@ def test_a_change_is_seen_until_it_was_looked_at(change: str) -> None:
     make, is_one = CHANGES[change]
     model, optimizer = made()
     amp = mezzo.prepare(model, optimizer, "bf16")
-    hook = ForwardHook(amp._engine, amp._masters_follow)
+    hook = ForwardHook(amp._engine)
     make(model, optimizer)
     assert hook.is_changed() is is_one
     hook.snapshot()
@@ -54,7 +54,7 @@ def test_a_change_is_seen_until_it_was_looked_at(change: str) -> None:
 def test_a_parameter_that_is_unfrozen_counts_where_it_is_stored_anew(policy: str, is_stored_anew: bool) -> None:
     model, optimizer = made()
     amp = mezzo.prepare(model, optimizer, policy)
-    hook = ForwardHook(amp._engine, amp._masters_follow)
+    hook = ForwardHook(amp._engine)
     model[0].bias.requires_grad_(True)
     assert hook.is_changed() is is_stored_anew
 

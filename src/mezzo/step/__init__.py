@@ -1,7 +1,7 @@
 """One optimizer step that cannot silently go wrong."""
 
 from .capture import CapturedStep as CapturedStep
-from .loading import Inert as Inert
+from .load_hooks import Inert as Inert
 from .prepare import prepare as prepare
 from .result import StepResult as StepResult
 from .stepper import Stepper as Stepper

@@ -26,7 +26,8 @@ from .grad_passes import GradStats
 from .gradients import NOTHING, Gradients, OptimizerGrads
 from .invariants import ALWAYS, Invariants, look
 from .leftovers import refuse_repeated
-from .ranks import News, copied_tensors, setup_of, warn_alone, wrapper_around, wrapper_of
+from .load_hooks import LoadHooks
+from .ranks import copied_tensors, setup_of, warn_alone, wrapper_around, wrapper_of
 from .recovery import Recovery, check_demotion
 from .release import Original
 from .report import ParameterNames, StateReport, make_report
@@ -41,6 +42,7 @@ class Engine:
 
     Attributes:
         root: the model without wrappers.
+        original: what was prepared.
         loss_scale: as it is now.
         consensus: makes findings the same on all ranks; None on one rank.
         callbacks: functions to call after steps of an optimizer, or of all, that were taken.
@@ -52,12 +54,14 @@ class Engine:
     """
 
     def __init__(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], binding: Binding, was: Original, skip: Skip, news: News
-    ) -> None:
-        self.model, self.news, policy = model, news, binding.policy
+        self, model: nn.Module, optimizers: Sequence[Optimizer], binding: Binding, original: Original, load_hooks: LoadHooks,
+        skip: Skip,
+    ) -> None:  # fmt: skip
+        self.model, self.original, self.load_hooks, policy = model, original, load_hooks, binding.policy
+        self.news = load_hooks.news
         self.optimizers = tuple(optimizers)
         self.names = names = ParameterNames(model, self.optimizers)
-        self._dtypes = {p: p.dtype if p.dtype in LOW_DTYPES else dtype for p, (dtype, _) in was.dtypes.items()}
+        self._dtypes = {p: p.dtype if p.dtype in LOW_DTYPES else dtype for p, (dtype, _) in original.dtypes.items()}
         self._skip: Skip = skip
         self.root = innermost(model)
         self.gradients = Gradients(model, self.optimizers, names, policy.loss, by_turns=skip == "independent")
@@ -72,13 +76,11 @@ class Engine:
         self._stepped = [SteppedOptions(optimizer, index) for index, optimizer in enumerate(self.optimizers)]
         self.callbacks: list[Callback] = []
         self.consensus: RankConsensus | None = None
-        self.not_yet: RankConsensus | None = None
-        self._is_alone = False
-        self.alone = OneThread()
+        self.awaited: RankConsensus | None = None
+        self.one_thread = OneThread()
+        self._is_alone = self.is_stepping = self.is_captured = False
         self.join(wrapper_of(model, policy))
         check_demotion(policy, self.consensus)
-        self.is_stepping = False
-        self.is_captured = False
         self.refusal: Exception | None = None  # of a change that was met where a compiler traced the model
         self.num_steps = 0
         self.result: StepResult | None = None
@@ -106,19 +108,20 @@ class Engine:
         self.names.refresh()
         self.gradients.refresh()
         self.buffers.rescan()
+        self.load_hooks.follow_parts()
 
     def join(self, wrapper: Wrapper | None) -> None:
         """Take steps together with the ranks of a wrapper, if there is one."""
         if wrapper is not None:
-            consensus = (self.consensus or self.not_yet or RankConsensus(wrapper.process_group)).attach(wrapper)
+            consensus = (self.consensus or self.awaited or RankConsensus(wrapper.process_group)).attach(wrapper)
             check_demotion(self.policy, consensus)
-            self.consensus, self.not_yet = consensus, None
+            self.consensus, self.awaited = consensus, None
 
     def any_consensus(self) -> RankConsensus | None:
         """Return what decides for all ranks, or, where several run and nothing wraps the model yet, what will. Host only."""
-        if self.consensus is None and self.not_yet is None and is_running() and dist.get_world_size() > 1:
-            self.not_yet = RankConsensus()
-        return self.consensus or self.not_yet
+        if self.consensus is None and self.awaited is None and is_running() and dist.get_world_size() > 1:
+            self.awaited = RankConsensus()
+        return self.consensus or self.awaited
 
     def find_ranks(self) -> None:
         """Look for ranks that nothing has led to yet, and compare with them, once, what this one was prepared with: a DistributedError if they differ.
@@ -188,7 +191,7 @@ class Engine:
     def drop(self, set_to_none: bool) -> None:
         """Drop gradients, and buffers that came out not finite in the step they belong to; see `Stepper.zero_grad`."""
         was_pending = self.gradients.is_pending
-        with self.alone:
+        with self.one_thread:
             self.gradients.zero(set_to_none)
         if self.consensus is not None:
             self.consensus.wrapper.drop()
@@ -223,7 +226,7 @@ class Engine:
         wants_probe = may_flush and self.guard.wants_probe(is_alone=self.consensus is None)
         try:
             with (
-                self.alone,
+                self.one_thread,
                 NOTHING if self.consensus is None else self.consensus.watching(),
                 self.buffers.writing() if self.buffers.slots else NOTHING,
             ):

@@ -17,16 +17,14 @@ from ..errors import PolicyError, StepError
 from ..formats import LOW_DTYPES
 from .engine import Engine
 from .leftovers import refuse_no_params
-from .loading import MastersFollow
 from .ranks import wrapper_around
 
 
 class ForwardHook:
     """Called before each forward of a prepared model, or of a module that is called without it."""
 
-    def __init__(self, engine: Engine, masters_follow: MastersFollow) -> None:
-        self._engine, self._masters_follow = engine, masters_follow
-        self._model = engine.root
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._model = engine, engine.root
         self._groups, self._layouts = engine.optimizers, engine.gradients.layouts
         self._with_frozen = engine.policy.params in LOW_DTYPES  # one that is unfrozen is stored in another dtype then
         self._may_be_captured = bool(self._groups) and engine.may_capture
@@ -62,7 +60,6 @@ class ForwardHook:
             refuse_no_params(self._groups)
             self._layouts.refuse_changed()
             self._engine.follow_changes()
-            self._masters_follow.follow_parts()
             self.snapshot()
 
     def apply_changes_traced(self) -> None:

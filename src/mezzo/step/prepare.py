@@ -30,11 +30,12 @@ from ..distributed import disconnect, refuse_flat
 from ..errors import PolicyError, StepError, did_you_mean, kind_of, shown
 from ..formats import LOW_DTYPES, is_one_of
 from ..optim import adopt, local_optimizer, parameters, take_loaded_masters_, wrapped_optimizer
-from ..policy import CacheName, PolicyLike, as_policy
+from ..policy import CacheName, Policy, PolicyLike, as_policy
+from .engine import Engine
 from .foreign_scaler import warn_of_earlier
 from .foreign_words import ARGUMENTS
 from .leftovers import refuse_repeated, refuse_strangers
-from .loading import MastersFollow
+from .load_hooks import LoadHooks
 from .recovery import check_demotion
 from .release import let_go, original, remember_attributes, remember_weights
 from .report import ParameterNames
@@ -112,53 +113,74 @@ def prepare(
     >>> bool(amp.step())
     True
     """
-    wrapped = optimizers_of("prepare", model, optimizer)
+    given = optimizers_of("prepare", model, optimizer)
     _check_word("skip", skip, get_args(Skip))
     _check_word("cache", cache, get_args(CacheName))
-    inner, given = innermost(model), [_inner_optimizer(one) for one in wrapped]
-    _refuse_prepared(inner, given)
-    if given:
-        refuse_flat(model)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    resolved = with_missing_kernels(as_policy(policy).resolve(device), inner, device.type)
-    check_demotion(resolved, None)
-    check_floats(inner, resolved)
-    refuse_repeated(model, given)
-    refuse_strangers(model, given)
-    _check_shared(given, skip)
-    was = original(inner, given)
+    optimizers = [_inner_optimizer(one) for one in given]
+    chosen = _checked(model, optimizers, policy, skip)
     undo = ExitStack()
     try:  # whatever raises, Ctrl-C too, everything is put back, the last first; no line of this comes after it
-        undo.callback(remember(inner))
-        undo.callback(remember_attributes(inner, given))
-        optimizers = []
-        sparse = {p for module in inner.modules() if is_sparse(module) for p in module.parameters(recurse=False)}
-        for one in given:
-            if local_optimizer(one) is one:
-                take_loaded_masters_(one, undo)
-            optimizers.append(adopt(one, resolved, is_dense=sparse.isdisjoint(parameters(one))))
-            undo.callback(let_go, optimizers[-1], one)
-        undo.callback(remember_weights(inner, was))
-        check_optimizers(optimizers, resolved, ParameterNames(model, optimizers))
-        binding = bind(inner, resolved, cache)
-        converted = convert_(inner, optimizers, resolved, is_replicated=isinstance(model, DistributedDataParallel))
-        set_grad_dtype_(optimizers, resolved)
-        follow = MastersFollow(inner, tuple(optimizers))
-        undo.callback(follow.remove)
-        undo.callback(disconnect, inner)
-        stepper = Stepper(model, optimizers, binding, was, follow, skip=skip)
-        stored = f"; {len(converted)} of its parameters now have another dtype: amp.report() shows which"
-        _log.info("prepared %s: %s%s", type(model).__name__, resolved, stored if converted else "")
-        if optimizers and resolved.params in LOW_DTYPES:
-            warn_of_earlier(inner, resolved.params)
-        if optimizers and device.type == "cpu":
-            offer()
-        elif device.type in fused_devices():
-            _offer_fused(optimizers, device.type)
-        return stepper
+        return _prepared(model, optimizers, chosen, skip, cache, undo)
     except BaseException:
         undo.close()
         raise
+
+
+def _checked(model: nn.Module, optimizers: Sequence[Optimizer], policy: PolicyLike, skip: Skip) -> Policy:
+    """Return the policy, decided for the model's device, after a look at all that `prepare` refuses before it changes anything."""
+    inner = innermost(model)
+    _refuse_prepared(inner, optimizers)
+    if optimizers:
+        refuse_flat(model)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    chosen = with_missing_kernels(as_policy(policy).resolve(device), inner, device.type)
+    check_demotion(chosen, None)
+    check_floats(inner, chosen)
+    refuse_repeated(model, optimizers)
+    refuse_strangers(model, optimizers)
+    _check_shared(optimizers, skip)
+    return chosen
+
+
+def _prepared(
+    model: nn.Module, given: Sequence[Optimizer], policy: Policy, skip: Skip, cache: CacheName, undo: ExitStack
+) -> Stepper:
+    """Bind the policy and make the stepper. Writes: as `prepare`; `undo`, which takes it back."""
+    inner = innermost(model)
+    undo.callback(remember(inner))
+    undo.callback(remember_attributes(inner, given))
+    was, optimizers = original(inner, given), list[Optimizer]()
+    sparse = {p for module in inner.modules() if is_sparse(module) for p in module.parameters(recurse=False)}
+    for one in given:
+        if local_optimizer(one) is one:
+            take_loaded_masters_(one, undo)
+        optimizers.append(adopt(one, policy, is_dense=sparse.isdisjoint(parameters(one))))
+        undo.callback(let_go, optimizers[-1], one)
+    undo.callback(remember_weights(inner, was))
+    check_optimizers(optimizers, policy, ParameterNames(model, optimizers))
+    binding = bind(inner, policy, cache)
+    converted = convert_(inner, optimizers, policy, is_replicated=isinstance(model, DistributedDataParallel))
+    set_grad_dtype_(optimizers, policy)
+    load_hooks = LoadHooks(inner, tuple(optimizers))
+    undo.callback(load_hooks.remove)
+    undo.callback(disconnect, inner)
+    stepper = Stepper(Engine(model, optimizers, binding, was, load_hooks, skip))
+    stored = f"; {len(converted)} of its parameters now have another dtype: amp.report() shows which"
+    _log.info("prepared %s: %s%s", type(model).__name__, policy, stored if converted else "")
+    if optimizers:
+        _advise(inner, optimizers, policy)
+    return stepper
+
+
+def _advise(model: nn.Module, optimizers: Sequence[Optimizer], policy: Policy) -> None:
+    """Say in the log what makes the steps of a model cheaper, or wrong: averages made of it before."""
+    if policy.params in LOW_DTYPES:
+        warn_of_earlier(model, policy.params)
+    kind = next((p.device.type for p in model.parameters()), "cpu")
+    if kind == "cpu":
+        offer()
+    elif kind in fused_devices():
+        _offer_fused(optimizers, kind)
 
 
 def _offer_fused(optimizers: Sequence[Optimizer], kind: str) -> None:

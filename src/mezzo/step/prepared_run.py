@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 from html import escape
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from .._torch import constant_when_compiled
-from ..binding import BeforeForward, Binding, innermost
+from ..binding import BeforeForward, innermost
 from ..distributed import RankConsensus
 from ..errors import StepError, StepTypeError, as_flag, plural
 from ..formats import LOW_DTYPES
@@ -24,11 +25,9 @@ from .engine import Engine
 from .foreign_scaler import AverageByHand, is_call, warn_of_average
 from .forward_hook import ForwardHook, weakly
 from .guard import Counters
-from .loading import MastersFollow, load_run_
 from .recovery import check_demotion
-from .release import Original, Released, release_
+from .release import Released, release_
 from .report import StateReport, refuse_differing
-from .result import Skip
 from .update import forbid_direct_steps
 
 _log = logging.getLogger("mezzo.step")
@@ -37,27 +36,15 @@ _log = logging.getLogger("mezzo.step")
 class PreparedRun:
     """What a stepper has besides its steps: state, reports, checkpoints, and the way back."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        binding: Binding,
-        was: Original,
-        follow: MastersFollow,
-        *,
-        skip: Skip,
-    ) -> None:
-        self.model = model
-        self.optimizers = tuple(optimizers)
-        self._engine = Engine(model, self.optimizers, binding, was, skip, follow.news)
-        self._was, self._masters_follow = was, follow
-        self._forward_hook = ForwardHook(self._engine, follow)
+    def __init__(self, engine: Engine) -> None:
+        self.model, self.optimizers, self._engine = engine.model, engine.optimizers, engine
+        self._forward_hook, binding = ForwardHook(engine), engine.recovery.binding
         binding.before_forward = weakly(self._forward_hook, ForwardHook.__call__)
         # A compiler calls it outside of its graph.
         binding.before_trace = constant_when_compiled(weakly(self._forward_hook, ForwardHook.apply_changes_traced))
         binding.owner = weakref.ref(self)
         for optimizer in self.optimizers:
-            forbid_direct_steps(optimizer, self._engine, self)
+            forbid_direct_steps(optimizer, engine, self)
 
     def __repr__(self) -> str:
         if isinstance(self._engine, Released):
@@ -152,7 +139,32 @@ class PreparedRun:
 
         Writes: weights, buffers, optimizer states, loss scale, counters; drops gradients. Syncs: yes.
         """
-        return load_run_(self._engine, self._masters_follow, state)
+        engine = self._engine
+        complete = checkpoint.check(state, len(engine.optimizers))
+        policy, undo = engine.policy, ExitStack()
+        try:
+            with engine.load_hooks.paused():
+                loaded = checkpoint.load_(engine.model, engine.optimizers, complete, policy, undo)
+            engine.news.note_load()
+            engine.recovery.forget()
+            undo.callback(engine.guard.become, engine.guard.state)
+            undo.callback(engine.recovery.adopt, policy)
+            counters = Counters(**(complete["counters"] or {}))
+            counters = replace(counters, demoted=engine.recovery.demote_again(counters.demoted))
+            sentences = (
+                *checkpoint.compare_policies(complete["policy"], engine.policy),
+                *loaded,
+                *checkpoint.load_scale_(engine.loss_scale, complete["scaling"], engine.policy.scaling, undo),
+            )
+            engine.guard.become(replace(engine.guard.state, counters=counters))
+            for sentence in sentences:
+                _log.warning("loading a checkpoint: %s", sentence)
+            engine.drop(set_to_none=True)
+            engine.buffers.forgive()
+            return sentences
+        except BaseException:
+            undo.close()
+            raise
 
     def report(self, strict: bool = False) -> StateReport:
         """Return what is declared beside what is: dtypes of weights, gradients, moments, masters and buffers, and bytes.
@@ -195,9 +207,10 @@ class PreparedRun:
         Writes: classes, forward and storage of the model; state and hooks of the optimizers. Syncs: with the last step.
         """
         self._engine.drop(set_to_none=True)
-        self._masters_follow.remove()
-        release_(self.model, self.optimizers, self._was)
-        self.optimizers = self._was.optimizers
+        self._engine.load_hooks.remove()
+        original = self._engine.original
+        release_(self.model, self.optimizers, original)
+        self.optimizers = original.optimizers
         self._engine = cast(Engine, Released())
         del self._forward_hook
 

@@ -277,7 +277,7 @@ class Stepper(PreparedRun):
         if engine.is_captured:
             refuse_in_graph(closure=closure, optimizer=optimizer, observers=self._observers)
         take = engine.run_step if closure is None else partial(step_by_closure, engine, closure)
-        with engine.alone:
+        with engine.one_thread:
             engine.check_before_step()
             result = take(self._known(optimizer, "step"), clip)
         for observer in self._observers:

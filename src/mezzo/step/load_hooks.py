@@ -1,12 +1,10 @@
-"""Loading a checkpoint into a run; and weights loaded into its model, which are the ones its masters go on from."""
+"""Weights loaded into a prepared model, which are the ones its masters go on from."""
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,15 +17,10 @@ from .._torch import version
 from ..errors import CheckpointError, listed
 from ..formats import LOW_DTYPES, overflowing
 from ..optim import keeps_masters, local_optimizer, parameters
-from . import state_dict as checkpoint
-from .engine import Engine
-from .guard import Counters
 from .ranks import News
 
-_log = logging.getLogger("mezzo.step")
 
-
-class MastersFollow:
+class LoadHooks:
     """Hooks around `load_state_dict` of a model, of a module around it and of its parts, by which masters follow.
 
     Masters that were loaded first, with an optimizer's state, stay where they round to the 16-bit weights loaded after it. Loads, of optimizers too,
@@ -125,35 +118,3 @@ class Inert(partial[None]):
 
 
 def _ignore(*_: object) -> None: ...
-
-
-def load_run_(engine: Engine, follow: MastersFollow, state: Mapping[str, Any]) -> tuple[str, ...]:
-    """Bring a run to where a checkpoint left it, or leave it where it is, whatever is raised; see `Stepper.load_state_dict`.
-
-    Writes: weights, buffers, optimizer states, loss scale, counters, rules that the run was demoted to; drops gradients. Syncs: yes.
-    """
-    complete = checkpoint.check(state, len(engine.optimizers))
-    policy, undo = engine.policy, ExitStack()
-    try:
-        with follow.paused():
-            loaded = checkpoint.load_(engine.model, engine.optimizers, complete, policy, undo)
-        follow.news.note_load()
-        engine.recovery.forget()
-        undo.callback(engine.guard.become, engine.guard.state)
-        undo.callback(engine.recovery.adopt, policy)
-        counters = Counters(**(complete["counters"] or {}))
-        counters = replace(counters, demoted=engine.recovery.demote_again(counters.demoted))
-        sentences = (
-            *checkpoint.compare_policies(complete["policy"], engine.policy),
-            *loaded,
-            *checkpoint.load_scale_(engine.loss_scale, complete["scaling"], engine.policy.scaling, undo),
-        )
-        engine.guard.become(replace(engine.guard.state, counters=counters))
-        for sentence in sentences:
-            _log.warning("loading a checkpoint: %s", sentence)
-        engine.drop(set_to_none=True)
-        engine.buffers.forgive()
-        return sentences
-    except BaseException:
-        undo.close()
-        raise
