@@ -51,35 +51,36 @@ def bind(model: nn.Module, policy: Policy, cache: CacheName = "region") -> Bindi
     Writes: the class and the record of every module. Syncs: no.
     """
     enter_thread()
-    indices = _indices(model)
-    policy.check_modules((fqn, class_names(module)) for module, fqns in indices.items() for fqn in fqns)
+    names = _names(model)
+    policy.check_modules((fqn, class_names(module)) for module, fqns in names.items() for fqn in fqns)
     kinds = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
     binding = Binding(policy=policy, device_type=kinds.pop() if len(kinds) == 1 else None, cache=cache)
-    before = [bound.binding for module in indices if (bound := record(module)) is not None]
+    before = [bound.binding for module in names if (bound := record(module)) is not None]
     binding.widens = not policy.is_low and any(one.widens or one.policy.params in LOW_DTYPES for one in before)
-    _bind_all(model, indices, binding)
+    _bind_all(model, names, binding)
     return binding
 
 
 def rebind(model: nn.Module, binding: Binding) -> None:
     """Bind the modules that a bound model has now, after some came or went. Writes: as `bind`."""
-    _bind_all(model, _indices(model), binding)
+    _bind_all(model, _names(model), binding)
 
 
-def _indices(model: nn.Module) -> dict[nn.Module, list[str]]:
-    indices: dict[nn.Module, list[str]] = {}
+def _names(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """Return the names of each module, of which one that stands in several places has several."""
+    names: dict[nn.Module, list[str]] = {}
     for fqn, module in model.named_modules(remove_duplicate=False):
-        indices.setdefault(module, []).append(fqn)
-    return indices
+        names.setdefault(module, []).append(fqn)
+    return names
 
 
-def _bind_all(model: nn.Module, indices: dict[nn.Module, list[str]], binding: Binding) -> None:
+def _bind_all(model: nn.Module, names: dict[nn.Module, list[str]], binding: Binding) -> None:
     own: dict[str, Precision] = {}
-    for module, fqns in indices.items():
+    for module, fqns in names.items():
         rules = {fqn: binding.policy.module_rule(fqn, class_names(module)) for fqn in fqns}
         own |= {fqn: rule.precision for fqn, rule in rules.items() if rule is not None}
-    for module, fqns in indices.items():
-        around = {fqn: next((own[name] for name in names_around(fqn) if name in own), None) for fqn in fqns}
+    for module, fqns in names.items():
+        around = {fqn: next((own[outer] for outer in names_around(fqn) if outer in own), None) for fqn in fqns}
         precisions = {fqn: (own.get(fqn), around[fqn]) for fqn in fqns}
         _refuse_conflict(module, precisions)
         _bind_one(module, binding, *precisions[fqns[0]], is_root=module is model)
