@@ -14,9 +14,10 @@ from .._torch import OpOverload, autograd_node, tree_leaves
 from .context import OpMode, TraceContext
 from .evidence import Detached, HostReads, is_arithmetic, is_bad_anyway, is_metric, matters
 from .exponents import LineWatch
+from .flushed_gradients import FlushWatch
 from .frames import Owner, caller, is_called_from, sample_line
 from .lint_rules import LintWatch
-from .lost_updates import FlushWatch, StateWatch, UpdateWatch
+from .lost_updates import StateWatch, UpdateWatch
 from .measure import (
     amax,
     any_nan,

@@ -53,7 +53,9 @@ class ReplacedStates:
         name, writes = call.facts.name, bool(call.facts.writes)
         if site.root or site.phase == "backward" or (site.phase == "optimizer" and not self._updates.is_own):
             return
-        out = call.out[0] if len(call.out) == 1 and name in ELEMENTWISE and not _is_tracked(call) else None
+        # a gradient may go through it to others before it; weights are leaves
+        is_tracked = torch.is_grad_enabled() and any(t.requires_grad and not t.is_leaf for _, t in call.inputs)
+        out = call.out[0] if len(call.out) == 1 and name in ELEMENTWISE and not is_tracked else None
         # what is added in place, or written by the step of an optimizer, is told by another watch
         if out is None or (writes and (site.phase == "optimizer" or (name != "copy" and out.dtype in LOW_DTYPES))):
             for tensor in call.out if writes else ():
@@ -103,8 +105,3 @@ class ReplacedStates:
             name = last.name.rpartition(" ")[2] or f"a tensor of {tuple(out.shape)}"
             self._updates.add(name, out, self._updates.is_own or "the program", counts, site)
         return times
-
-
-def _is_tracked(call: Call) -> bool:
-    """Say whether a gradient goes through an op to others before it; weights themselves are leaves. Host only."""
-    return torch.is_grad_enabled() and any(t.requires_grad and not t.is_leaf for _, t in call.inputs)
