@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .. import GradScaler, autocast, prepare
+from .. import GradScaler, Stepper, autocast, prepare
 from ..formats import dtype_name
 from ..policy import CacheName
 from ..train import parameter_groups
@@ -95,10 +95,13 @@ def training_step(
         optimizer = training.make_optimizer(model, variant.captured)
     else:
         optimizer = _foreign_optimizer(variant, setting, model, training)
+    amp = None
     if variant.policy:
-        return _prepared(variant, setting, model, optimizer, loss_of, training)
+        amp = prepare(model, optimizer, policy_of(variant, setting), cache=training.cache)
     if variant.compiled:
         model.compile()
+    if amp is not None:
+        return _prepared(amp, loss_of, training.max_norm, captured=variant.captured)
     if variant.wrapper != "none":
         return _wrapped(variant, setting, model, optimizer, loss_of, training.max_norm)
     region, scaler = region_of(variant, setting), scaler_of(variant, setting, training.init_scale)
@@ -114,26 +117,15 @@ def policy_of(variant: Variant, setting: Setting) -> str:
     return variant.policy.format(dtype=dtype_name(setting.dtype))
 
 
-def _prepared(
-    variant: Variant,
-    setting: Setting,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loss_of: LossOf[Batch],
-    training: Training,
-) -> StepOf[Batch]:
-    amp = prepare(model, optimizer, policy_of(variant, setting), cache=training.cache)
-    if variant.compiled:
-        model.compile()
-
+def _prepared(amp: Stepper, loss_of: LossOf[Batch], max_norm: float | None, *, captured: bool) -> StepOf[Batch]:
     def step(batch: Batch) -> Tensor:
-        loss = loss_of(model, batch)
+        loss = loss_of(amp.model, batch)
         amp.backward(loss)
-        amp.step(max_norm=training.max_norm)
+        amp.step(max_norm=max_norm)
         amp.zero_grad()
         return loss.detach()
 
-    return amp.capture(step) if variant.captured else step
+    return amp.capture(step) if captured else step
 
 
 def _in_region(
