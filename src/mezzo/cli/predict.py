@@ -76,12 +76,11 @@ def _line(text: str, found: Prediction | None, as_json: bool) -> str:
     if as_json:
         answer = {"label": None, "probability": None} if found is None else asdict(found)
         return json.dumps({"text": text, **answer}, ensure_ascii=False)
-    return "" if found is None else f"{_in_a_column(found.label)}\t{found.probability:.4f}"
-
-
-def _in_a_column(label: str) -> str:
-    """Return a label that keeps to its column: tabs and line ends as escapes."""
-    return label.replace("\\", "\\\\").replace("\t", "\\t").replace("\n", "\\n").replace("\r", "\\r")
+    if found is None:
+        return ""
+    # a label keeps to its column
+    label = found.label.replace("\\", "\\\\").replace("\t", "\\t").replace("\n", "\\n").replace("\r", "\\r")
+    return f"{label}\t{found.probability:.4f}"
 
 
 def run(argv: Sequence[str]) -> int:

@@ -201,7 +201,9 @@ class CompareReport(Report):
         best = "no single rule brings them nearer"
         if self.proposals:
             best = f"best rule: {self.proposals[0].edit} ({_db(self.proposals[0].gain, sign=True)})"
-        return f"The {what} agree with fp32 to {_db(m.figure)}, {_percent(m.figure)} off; {best}."
+        off = 10 ** (-m.figure / 20)
+        percent = f"{off:.2g}" if math.isinf(m.figure) else f"{100 * off:.2g} %"
+        return f"The {what} agree with fp32 to {_db(m.figure)}, {percent} off; {best}."
 
 
 _SCALE = Note(
@@ -214,10 +216,6 @@ def _db(value: float | None, sign: bool = False) -> str:
     if value is None:
         return ""
     return "exact" if value == math.inf and not sign else f"{value:{'+' if sign else ''}.1f} dB"
-
-
-def _percent(value: float) -> str:
-    return f"{10 ** (-value / 20):.2g}" if math.isinf(value) else f"{100 * 10 ** (-value / 20):.2g} %"
 
 
 def _summary(m: StepFidelity) -> Pairs:

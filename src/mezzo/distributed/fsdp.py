@@ -259,11 +259,6 @@ _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist
 """Made for parts of meshes with several dimensions, which have none, by the group of all ranks."""
 
 
-def _group_of(params: Iterable[Tensor]) -> dist.ProcessGroup | None:
-    """Return the ranks of the widest mesh that weights lie on; None are all. Syncs: with them, if no group is theirs yet."""
-    return _group_of_mesh(max((p.device_mesh for p in params if is_dtensor(p)), key=lambda mesh: mesh.size()))
-
-
 def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     """Return all ranks of a mesh; None are all there are. Syncs: with them, if no group is theirs yet."""
     if mesh.size() == dist.get_world_size():
@@ -291,7 +286,8 @@ class ShardWrapper(Wrapper):
 
     def __init__(self, model: nn.Module, policy: Policy) -> None:
         self._model, self._policy = model, policy
-        self.process_group = _group_of(model.parameters())
+        meshes = [p.device_mesh for p in model.parameters() if is_dtensor(p)]
+        self.process_group = _group_of_mesh(max(meshes, key=lambda mesh: mesh.size()))
 
     def check_backward(self) -> None:
         """Refuse, by a PolicyError, to sum gradients of fp32 weights that a module holds back in a `reduce` dtype of 16 bit."""

@@ -56,7 +56,8 @@ def audit(
     table = _gathered(group, values)
     for column, name in enumerate(names):
         if differing[column]:
-            shown = [_number(bits, column < len(numbers)) for bits in table[:, column].tolist()]
+            own = table[:, column].view(torch.float64) if column < len(numbers) else table[:, column]
+            shown = [f"{number:g}" if isinstance(number, float) else str(number) for number in own.tolist()]
             hint = "Load the same checkpoint, and call step() the same number of times, on all."
             _refuse(group, step, f"{name} is", shown, hint)
     own = torch.stack([torch.tensor([index for _, index, _ in places]), sums], dim=1)
@@ -105,10 +106,6 @@ def _apart(ranks: Sequence[tuple[int, int]]) -> int | None:
 def _bits_of(number: Number) -> Tensor:
     value = number.detach().cpu() if isinstance(number, Tensor) else torch.tensor(number)
     return value.reshape(()).to(torch.float64).view(torch.int64)
-
-
-def _number(bits: int, is_float: bool) -> str:
-    return f"{torch.tensor(bits).view(torch.float64).item():g}" if is_float else str(bits)
 
 
 def _refuse(group: Group, step: int, what: str, shown: Sequence[str], hint: str) -> NoReturn:
