@@ -141,7 +141,7 @@ class MasterOptimizer(KeepsMasters):
         self._plans: dict[int, KeptBatches] = {}
         self._options: dict[int, tuple[list[Any], tuple[Any, ...]]] = {}
         self._entries: list[dict[str, Any]] = []
-        self._group_places = {}
+        self._group_indices = {}
         self.set_at = {}
 
     @abstractmethod

@@ -6,6 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, get_args, overload
 
@@ -37,6 +38,17 @@ _STATE_HOOKS = [f"register_{what}state_dict_{when}_hook" for what in ("", "load_
 """What is registered on the inner optimizer, whose state dict it is."""
 
 _log = logging.getLogger("mezzo.optim")
+
+
+@dataclass(slots=True, eq=False)
+class _MasterStep:
+    """Parameters that are stepped, with the masters of those of 16 bit; and what to put back: grad mode, aux state, gradients of wide ones."""
+
+    params: list[Tensor]
+    fp32_params: dict[Tensor, torch.nn.Parameter]
+    grad_mode: bool
+    aux: dict[Tensor, Tensor | None] = field(default_factory=dict)
+    raw: dict[Tensor, Tensor] = field(default_factory=dict)
 
 
 class MasterWeights(HasMasters):
@@ -72,7 +84,7 @@ class MasterWeights(HasMasters):
                 f"MasterWeights was given a {type(inner).__name__}, which keeps masters itself; use it alone."
             )
         self.__setstate__({"inner": checked_hooks(inner), "masters": Masters(mode=mode, seed=rounding_seed)})
-        for p in self._places():
+        for p in self._indices():
             if self.masters.mode_of(p) != "none" and p in inner.state:
                 inner.state[p] = {
                     name: item.to(torch.float32) if isinstance(item, Tensor) and item.dtype is p.dtype else item
@@ -136,7 +148,7 @@ class MasterWeights(HasMasters):
 
     def drop_masters(self) -> None:
         """Give moments to the parameters themselves, which are fp32 again. Writes: the inner optimizer's state."""
-        for p in self._places():
+        for p in self._indices():
             self._take_aux(p)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -169,14 +181,14 @@ class MasterWeights(HasMasters):
             if bool(found):
                 return None
             found = None
-        params = [p for p in self._places() if p.grad is not None or (closure is not None and p.requires_grad)]
+        params = [p for p in self._indices() if p.grad is not None or (closure is not None and p.requires_grad)]
         check_shapes(self, params)
         return self._step_masters(params, found, closure)
 
     def aux_state(self, param: Tensor) -> tuple[Master, Tensor | None]:
         """Return how a parameter keeps small updates, and its aux state now; None if nothing does. Host only."""
         if (held := self.state.get(param)) is None:  # what it has state of is its own
-            if param not in self._places():
+            if param not in self._indices():
                 raise ConfigError(f"{describe(param)} is not a parameter of this {type(self.inner).__name__}.")
         mode = self.masters.mode_of(param)
         return mode, None if held is None else held.get(AUX_STATE.get(mode, ""))
@@ -186,7 +198,7 @@ class MasterWeights(HasMasters):
         inner = self.inner.state_dict()
         state = each_entry(inner, dict)
         if self.masters.count is not None:
-            for p, index in self._places().items():
+            for p, index in self._indices().items():
                 if self.masters.mode_of(p) != "none":
                     state.setdefault(index, {})["rounding_step"] = self.masters.count.clone()
         options = {"master": self.masters.mode, "rounding_seed": self.masters.seed}
@@ -213,7 +225,7 @@ class MasterWeights(HasMasters):
         saved_groups, left = state_dict["param_groups"], (*OWN_OPTIONS, *HOW)
         kept = [{k: v for k, v in group.items() if k not in left} for group in saved_groups]
         groups = [{**now, **group} for now, group in zip(self.inner.param_groups, kept, strict=True)]
-        params = {p: saved[index] for p, index in self._places().items() if index in saved}
+        params = {p: saved[index] for p, index in self._indices().items() if index in saved}
         for p in [p for p in params if self.masters.mode_of(p) != "none"]:
             self.masters.fp32_param(p)
         rest = {i: e for i, e in rest.items() if e or not isinstance(i, int)}
@@ -240,7 +252,7 @@ class MasterWeights(HasMasters):
             )
         take_masters_(self, params)
 
-    def _places(self) -> dict[Tensor, int]:
+    def _indices(self) -> dict[Tensor, int]:
         return {p: index for index, p in enumerate(parameters(self))}
 
     def _take_aux(self, param: Tensor) -> Tensor | None:
@@ -289,65 +301,65 @@ class MasterWeights(HasMasters):
         self, params: list[Tensor], found: Tensor | None, closure: Callable[[], float] | None
     ) -> float | None:
         """Swap masters with true gradients in, and step the inner optimizer; afterwards the model gets their weights."""
-        indices, low = self._places(), [p for p in params if self.masters.mode_of(p) != "none"]
+        fp32_params = {p: self.masters.fp32_param(p) for p in params if self.masters.mode_of(p) != "none"}
+        step = _MasterStep(params, fp32_params, torch.is_grad_enabled())
         skip = None if found is None else found.reshape(()) != 0
-        fp32_params = {p: self.masters.fp32_param(p) for p in low}
-        aux: dict[Tensor, Tensor | None] = {}
-        raw: dict[Tensor, Tensor] = {}
-        grad_mode = torch.is_grad_enabled()
-
-        def write_weights(skip: Tensor | None = None) -> None:
-            for p in low:
-                aux[p] = self.masters.write_(p, indices[p], aux[p], None if skip is None else skip.to(p.device))
-
-        def on_masters(recompute: Callable[[], float]) -> float:
-            with torch.no_grad():
-                write_weights()
-            for p in [p for p, fp32_param in fp32_params.items() if fp32_param.grad is None]:
-                p.grad = None  # dropped by the inner optimizer
-            with self._masters_inside(False), torch.enable_grad():
-                loss = recompute()
-            with torch.no_grad():
-                self._hand_gradients(params, raw)
-            return loss
-
-        def put_back() -> None:
-            torch.set_grad_enabled(grad_mode)
-            self._stepping = False
-            self._replace({fp32_param: p for p, fp32_param in self.masters.fp32_params.items()})
-            for p, grad in raw.items():
-                p.grad = grad
-            self._rekey({fp32_param: p for p, fp32_param in fp32_params.items()})
-            for p, held in aux.items():
-                if held is not None:
-                    self.state[p][AUX_STATE[self.masters.mode]] = held
-                self.masters.close(p)
-
         scaling = StepScaling(found_inf=None if found is None else found.reshape(()).to(torch.float32))
         self._stepping = True
         try:
             torch.set_grad_enabled(False)
-            for p in low:
-                aux[p] = self.state.get(p, {}).get(AUX_STATE.get(self.masters.mode, ""))
+            for p in fp32_params:
+                step.aux[p] = self.state.get(p, {}).get(AUX_STATE.get(self.masters.mode, ""))
                 self._take_aux(p)
-                self.masters.open(p, aux[p])
-            if low:
-                self.masters.advance(low[0].device, skip)
+                self.masters.open(p, step.aux[p])
+            if fp32_params:
+                self.masters.advance(next(iter(fp32_params)).device, skip)
             self._rekey(fp32_params)
-            self._hand_gradients(params, raw)  # SAM reads those that are there before it calls the closure
+            self._hand_gradients(step)  # SAM reads those that are there before it calls the closure
             with self._masters_inside(), handing(self.inner, scaling) if found is not None else nullcontext():
-                loss: float | None = self.inner.step(*() if closure is None else (partial(on_masters, closure),))
-            write_weights(skip)
-            put_back()
+                evaluate = () if closure is None else (partial(self._evaluate, step, closure),)
+                loss: float | None = self.inner.step(*evaluate)
+            self._write_weights(step, skip)
+            self._put_back(step)
         except BaseException:  # Ctrl-C may have ended putting back, too
-            put_back()
+            self._put_back(step)
             raise
         return loss
 
-    def _hand_gradients(self, params: list[Tensor], raw: dict[Tensor, Tensor]) -> None:
-        """Give masters and wide parameters their true gradients; `raw` keeps what the wide ones had."""
+    def _evaluate(self, step: _MasterStep, closure: Callable[[], float]) -> float:
+        """Compute the loss on weights that stand for the masters as they are now, as the inner optimizer asks for it."""
+        with torch.no_grad():
+            self._write_weights(step, None)
+        for p in [p for p, fp32_param in step.fp32_params.items() if fp32_param.grad is None]:
+            p.grad = None  # dropped by the inner optimizer
+        with self._masters_inside(False), torch.enable_grad():
+            loss = closure()
+        with torch.no_grad():
+            self._hand_gradients(step)
+        return loss
+
+    def _write_weights(self, step: _MasterStep, skip: Tensor | None) -> None:
+        indices = self._indices()
+        for p in step.fp32_params:
+            blocked = None if skip is None else skip.to(p.device)
+            step.aux[p] = self.masters.write_(p, indices[p], step.aux[p], blocked)
+
+    def _put_back(self, step: _MasterStep) -> None:
+        torch.set_grad_enabled(step.grad_mode)
+        self._stepping = False
+        self._replace({fp32_param: p for p, fp32_param in self.masters.fp32_params.items()})
+        for p, grad in step.raw.items():
+            p.grad = grad
+        self._rekey({fp32_param: p for p, fp32_param in step.fp32_params.items()})
+        for p, held in step.aux.items():
+            if held is not None:
+                self.state[p][AUX_STATE[self.masters.mode]] = held
+            self.masters.close(p)
+
+    def _hand_gradients(self, step: _MasterStep) -> None:
+        """Give masters and wide parameters their true gradients; the step keeps what the wide ones had."""
         scale, clip = getattr(self, "grad_scale", None), getattr(self, "clip_coef", None)
-        for p in params:
+        for p in step.params:
             target = self.masters.fp32_params.get(p, p)
             if p.grad is None:
                 target.grad = None
@@ -358,7 +370,7 @@ class MasterWeights(HasMasters):
             clip_coef = None if clip is None else clip.to(p.device, torch.float32)
             grads = ScaledGradients(values=[p.grad], inv_scale=inv_scale, clip_coef=clip_coef)
             if target is p:
-                raw[p] = p.grad
+                step.raw[p] = p.grad
             grad = grads.read(0, target.dtype)
             # torch's fused kernels walk memory and take for granted that a gradient lies as its weight does
             other_way = target is not p and grad.layout is torch.strided and grad.stride() != target.stride()

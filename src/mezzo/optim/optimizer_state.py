@@ -289,7 +289,7 @@ class HasMasters(torch.optim.Optimizer):
 class KeepsMasters(HasMasters):
     """An optimizer that keeps masters itself, and saves and loads them."""
 
-    _group_places: dict[Tensor, tuple[dict[str, Any], int]]
+    _group_indices: dict[Tensor, tuple[dict[str, Any], int]]
     saves_own_options: bool = True
     """Whether `state_dict` has the options of a group that torch's optimizers do not have."""
 
@@ -313,13 +313,13 @@ class KeepsMasters(HasMasters):
     def _group_of(self, param: Tensor) -> dict[str, Any]:
         """Return the group of a parameter, where it was found before if it is still there: groups are the user's to change."""
         check_given(type(self).__name__, "param", param, Tensor, "one of its parameters")
-        group, index = self._group_places.get(param, ({"params": ()}, 0))
+        group, index = self._group_indices.get(param, ({"params": ()}, 0))
         is_there = any(param is p for p in group["params"][index : index + 1])
         if not is_there or not any(group is one for one in self.param_groups):
-            self._group_places = {p: (one, i) for one in self.param_groups for i, p in enumerate(one["params"])}
-            if param not in self._group_places:
+            self._group_indices = {p: (one, i) for one in self.param_groups for i, p in enumerate(one["params"])}
+            if param not in self._group_indices:
                 raise ConfigError(f"{describe(param)} is not a parameter of this {type(self).__name__}.")
-        return self._group_places[param][0]
+        return self._group_indices[param][0]
 
     def state_dict(self) -> dict[str, Any]:
         """Return state and options as torch's optimizers do; `torch.load(weights_only=True)` reads them back.
