@@ -48,12 +48,12 @@ def test_losses_keep_the_scale_that_they_were_multiplied_by() -> None:
 
 def test_a_tensor_of_the_callers_is_taken_as_it_is() -> None:
     state, own = on_the_cpu(), torch.tensor(2.0)
-    state.adopt("scale", own, 1.0)
+    state.assign("scale", own, 1.0)
     assert state.tensor is own
-    state.adopt("growth_tracker", torch.tensor(3.0), 1.0)
+    state.assign("growth_tracker", torch.tensor(3.0), 1.0)
     assert int(state.state.growth_tracker) == 3 and isinstance(state.state.growth_tracker, torch.Tensor)
     assert state.state.growth_tracker.dtype is torch.int32
-    state.adopt("scale", None, 16.0)
+    state.assign("scale", None, 16.0)
     assert state.tensor is None and state.state.scale == 16.0
 
 

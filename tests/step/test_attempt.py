@@ -67,7 +67,7 @@ def test_a_step_is_undone_where_it_must_be(kind: str, steps: int, is_skipped: bo
     before = everything(optimizer, params)
     attempt = Attempt(optimizer, params, torch.tensor(float(is_skipped)))
     optimizer.step()
-    undo = attempt.settle()
+    undo = attempt.finish()
     if is_skipped:
         if undo is not None:
             undo()

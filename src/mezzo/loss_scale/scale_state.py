@@ -41,7 +41,7 @@ class ScaleState:
                 self._captured = self.tensor.clone()
         return self._captured
 
-    def adopt(self, name: str, value: Tensor | None, start: float) -> None:
+    def assign(self, name: str, value: Tensor | None, start: float) -> None:
         """Take a tensor of the caller's, shape (), for a field of the state: what torch's scaler does by assignment.
 
         None takes the state off its device; of the scale itself, back to `start`. Syncs: no; yes with None, on an accelerator.

@@ -43,7 +43,7 @@ class TorchNames(torch.amp.GradScaler):
     @_scale.setter
     def _scale(self, value: Tensor | None) -> None:
         self._config = with_floor(self._config, floor_under(math.nan, self._config.min_scale))
-        self._live.adopt("scale", value, self._config.init_scale)
+        self._live.assign("scale", value, self._config.init_scale)
 
     @property
     def _growth_tracker(self) -> Tensor | None:
@@ -52,7 +52,7 @@ class TorchNames(torch.amp.GradScaler):
 
     @_growth_tracker.setter
     def _growth_tracker(self, value: Tensor | None) -> None:
-        self._live.adopt("growth_tracker", value, self._config.init_scale)
+        self._live.assign("growth_tracker", value, self._config.init_scale)
 
     @property
     def _init_scale(self) -> float:

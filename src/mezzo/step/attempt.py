@@ -65,7 +65,7 @@ class Attempt:
         self._copies = copies_of(self._tensors)
         self._on_host = [(tensor, tensor.clone()) for tensor in distinct if tensor.device.type != home]
 
-    def settle(self, has_failed: bool = False) -> Callable[[], None] | None:
+    def finish(self, has_failed: bool = False) -> Callable[[], None] | None:
         """Undo the step on the device if it must be skipped, or because it ended in an error; called right after it.
 
         Returns:

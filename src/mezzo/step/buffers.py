@@ -139,7 +139,7 @@ class Buffers:
         """Return the newest copies of the buffers, by name. Host only."""
         return {name: slot.copy for name, slot in self.slots.items()}
 
-    def take(self, copies: Mapping[str, Copy]) -> None:
+    def note_replay(self, copies: Mapping[str, Copy]) -> None:
         """Take the buffers for what a replay made of them, which has renewed these copies of them. Host only."""
         self._used.clear()
         self._alive.clear()

@@ -54,7 +54,7 @@ class _Graph:
     watched: Mapping[str, Sequence[object]]
     tensors: Sequence[Tensor]
 
-    def take(self, args: Any, kwargs: Any) -> None:
+    def load_inputs(self, args: Any, kwargs: Any) -> None:
         """Copy the arguments of a call to where the graph reads them; a StepError if they are not like those that were captured.
 
         Writes: the arguments of the graph. Syncs: no, from pinned memory or the device.
@@ -81,7 +81,7 @@ class _Graph:
         engine.guard.add(result)
         torch.autograd.graph.increment_version(list(engine.names))
         if engine.buffers.slots:
-            engine.buffers.take(self.copies)
+            engine.buffers.note_replay(self.copies)
         if any([p.grad is not grad for p, grad in self.grads.items()]):
             for p, grad in self.grads.items():
                 p.grad = grad
@@ -188,7 +188,7 @@ class CapturedStep(Generic[P, R]):
     def _replay(self, graph: _Graph, args: Any, kwargs: Any) -> R:
         engine = self._engine
         self._refuse_changed(graph)
-        graph.take(args, kwargs)
+        graph.load_inputs(args, kwargs)
         graph.graph.replay()
         self.result = result = graph.result.replayed(engine.guard.last)
         graph.hand_over(engine, result)

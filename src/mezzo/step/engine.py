@@ -182,7 +182,7 @@ class Engine:
             raise self.recovery.explained(stop, self.consensus)
 
     def _stop(self, unread: int = 0) -> StoppedRun | None:
-        if (state := self.guard.take(unread)) is not None:
+        if (state := self.guard.poll(unread)) is not None:
             return self.recovery.stop(state, self.consensus)
         if not self.replay.is_idle:
             self.replay.forget()

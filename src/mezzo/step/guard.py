@@ -295,7 +295,7 @@ class Guard:
         while len(self._unread) > unread and (wait or self._unread[0].has_arrived):
             self._read(self._unread.pop(0))
 
-    def take(self, unread: int = 0) -> GuardState | None:
+    def poll(self, unread: int = 0) -> GuardState | None:
         """Return the state after the last step if there is something to act on; what it says of a skip is said once. Syncs: as `read`."""
         self.read(unread=unread)
         if self._is_calm:

@@ -148,7 +148,7 @@ class PreparedRun:
             engine.news.note_load()
             engine.recovery.forget()
             undo.callback(engine.guard.become, engine.guard.state)
-            undo.callback(engine.recovery.adopt, policy)
+            undo.callback(engine.recovery.bind_policy, policy)
             counters = Counters(**(complete["counters"] or {}))
             counters = replace(counters, demoted=engine.recovery.demote_again(counters.demoted))
             sentences = (

@@ -120,14 +120,14 @@ class Recovery:
         return rate_to_blame(self._gradients.optimizers, self.guard.last_norm, self.clip)
 
     def demote_again(self, edits: Sequence[str]) -> tuple[str, ...]:
-        """Add the rules that a run demoted to before it was saved, if this policy demotes; return all edits in force. Writes: as `adopt`."""
+        """Add the rules that a run demoted to before it was saved, if this policy demotes; return all edits in force. Writes: as `bind_policy`."""
         policy, known = self.binding.policy, self.guard.state.counters.demoted
         new = [edit for edit in edits if edit not in known] if policy.guard.on_overflow == "demote" else []
         if new:
-            self.adopt(Policy.parse(", ".join([str(policy), *new])))
+            self.bind_policy(Policy.parse(", ".join([str(policy), *new])))
         return (*known, *new)
 
-    def adopt(self, policy: Policy) -> None:
+    def bind_policy(self, policy: Policy) -> None:
         """Bind another policy from the next forward on. Writes: the record of every module."""
         before = self.binding
         self.binding = bind(self._model, policy, before.cache)
@@ -136,7 +136,7 @@ class Recovery:
 
     def forget(self) -> None:
         """Forget what earlier steps have shown: the run goes on from somewhere else. Syncs: with the last step."""
-        self.guard.take()
+        self.guard.poll()
         self.replay.drop()
         self.replay.forget()
 
@@ -175,7 +175,7 @@ class Recovery:
         found = self._diagnosis(skip, consensus)
         while found is not None and found.edit and not {*found.edit.split(", ")} <= {*known, *edits}:
             policy = Policy.parse(f"{policy}, {found.edit}")
-            self.adopt(policy)
+            self.bind_policy(policy)
             edits += [edit for edit in found.edit.split(", ") if edit not in (*known, *edits)]
             _log.warning(
                 "step %d skipped; '%s' added to the policy: %s", state.counters.seen, found.edit, found.sentence

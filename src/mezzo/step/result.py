@@ -227,12 +227,12 @@ class StepResult:
         self.undo: Sequence[Callable[[], None] | None] = ()
         self._captured: StepFlags[Tensor] | None = flags if is_captured else None
         if flags.is_known:
-            self._take(flags)
+            self._read(flags)
         elif not is_captured:
             assert flags.vector is not None
             self._vector, self._event = to_host(flags.vector)
 
-    def _take(self, flags: StepFlags[float]) -> StepFlags[float]:
+    def _read(self, flags: StepFlags[float]) -> StepFlags[float]:
         self._flags, before, self._before = flags, self._before, 0
         if not flags.applied:
             self._row = 1 + (before if isinstance(before, int) else before.skipped_in_a_row)
@@ -267,7 +267,7 @@ class StepResult:
             if self._event is not None:
                 self._event.synchronize()
             assert self._vector is not None
-            return self._take(StepFlags.unpack(self._vector))
+            return self._read(StepFlags.unpack(self._vector))
         return self._flags
 
     @property

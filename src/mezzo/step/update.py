@@ -288,14 +288,14 @@ def update_(
         found_inf = flags.skipped[i] if skipped is None else None
         scaling = StepScaling(grad_scale=scale, clip_coef=coefficient, found_inf=found_inf, divisor=divisor)
         try:
-            undo[i] = _take(one, scaling)
+            undo[i] = _step_one(one, scaling)
         except BaseException as failure:
-            is_edited = is_divided or clip.value is not None or not all(is_fused(one.optimizer) for one in grads)
+            is_edited = is_divided or clip.value is not None or not all(is_fused(other.optimizer) for other in grads)
             has_post_hooks = any(step_hooks(part)[1] for part in (one.optimizer, wrapped_optimizer(one.optimizer)))
-            if isinstance(failure, Exception):
-                pending.broken = _CHANGED if is_edited else _HOOKED if has_post_hooks else ""
             if taken:
                 pending.broken = f"a step() that ended halfway: {_names(taken)} took its step"
+            elif isinstance(failure, Exception):
+                pending.broken = _CHANGED if is_edited else _HOOKED if has_post_hooks else ""
             if taken and isinstance(failure, Exception):
                 raise StepError(
                     f"step() ended halfway: {_names(taken)} took its step, and {_names([one])} raised {type(failure).__name__}: {failure}. Call amp.zero_grad() "
@@ -306,7 +306,7 @@ def update_(
     return undo
 
 
-def _take(one: OptimizerGrads, scaling: StepScaling) -> Callable[[], None] | None:
+def _step_one(one: OptimizerGrads, scaling: StepScaling) -> Callable[[], None] | None:
     """Have an optimizer take its step, unless `found_inf` says no; return what must be called once the host knows that. Syncs: no."""
     attempt = None
     if scaling.found_inf is not None and _needs_undoing(one.optimizer):
@@ -320,10 +320,10 @@ def _take(one: OptimizerGrads, scaling: StepScaling) -> Callable[[], None] | Non
             with true_grads_for(one.optimizer, one.grads, scaling):
                 bare_step(one.optimizer)()
     except BaseException:
-        if attempt is not None and (take_back := attempt.settle(has_failed=True)) is not None:
+        if attempt is not None and (take_back := attempt.finish(has_failed=True)) is not None:
             take_back()
         raise
-    return None if attempt is None else attempt.settle()
+    return None if attempt is None else attempt.finish()
 
 
 UNFINISHED = "a step() that has not ended, or was interrupted and may have been taken in part"
