@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.upstream.standalone import Standalone
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, AutocastTestLists
 from torch.utils._pytree import tree_leaves
@@ -71,7 +72,7 @@ def test_cpu_lists(low: torch.dtype) -> None:
         if want == ["raised True"]:
             continue  # the other 16-bit type mixed in: torch refuses to promote it, we do
         assert result(case, autocast("cpu", dtype=low), values=True) == want, case[0]
-        assert result(case, CastMode(book, None, standalone=low), values=True) == want, case[0]
+        assert result(case, Standalone(book, None, low), values=True) == want, case[0]
         seen += "raised" not in str(want[0])
     assert seen >= 40
 
@@ -87,7 +88,7 @@ def test_cuda_names(low: torch.dtype) -> None:
             want = result(case, torch_cuda(low), values=False)
             if want == ["raised True"] and case[0] != "torch._C._nn.binary_cross_entropy":
                 continue  # the other 16-bit type mixed in: torch refuses to promote it, we do
-            assert result(case, CastMode(book, None, standalone=low), values=False) == want, case[0]
+            assert result(case, Standalone(book, None, low), values=False) == want, case[0]
             with torch_cuda(low):
                 assert result(case, CastMode(book, None), values=False) == want, case[0]
             seen += "raised" not in str(want[0])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.upstream.standalone import Standalone
 from torch.utils._pytree import tree_leaves
 
 from mezzo.casting import autocast
@@ -61,7 +62,7 @@ def engines_of(device: str) -> dict[str, Callable[[torch.dtype], Region]]:
     return {
         "dispatcher": lambda dtype: autocast(device, dtype=dtype, policy=Policy(ops="torch")),
         "mode": mode,
-        "standalone": lambda dtype: CastMode(book, RegionCache(), standalone=dtype),
+        "standalone": lambda dtype: Standalone(book, RegionCache(), dtype),
     }
 
 
@@ -170,6 +171,6 @@ def test_the_exceptions_are_few_and_each_has_a_reason() -> None:
 
 def test_the_comparison_sees_a_missing_rule() -> None:
     book = op_rule_table(OpRules(edits=(("bmm", Rule.AS_IS),)), ("cpu",))
-    faulty = {"faulty": lambda dtype: CastMode(book, None, standalone=dtype)}
+    faulty = {"faulty": lambda dtype: Standalone(book, None, dtype)}
     bmm = [op for op in all_ops() if op.name == "bmm"]
     assert differences(faulty, torch.bfloat16, torch.float32, bmm) == {"bmm under faulty"}

@@ -72,7 +72,6 @@ class CastMode(TorchFunctionMode):
     Args:
         op_rules: the rules, for the devices whose tensors are cast.
         cache: where casts are kept; None casts at every use.
-        standalone: act although torch's autocast is off, in this dtype: for tests.
         current: makes the region that a checkpoint's recompute enters.
         run: runs a ruled op another way, or returns `NotImplemented`; taken where casts of weights outlive the region.
 
@@ -84,7 +83,6 @@ class CastMode(TorchFunctionMode):
         self,
         op_rules: OpRuleTable,
         cache: RegionCache | None,
-        standalone: torch.dtype | None = None,
         current: Callable[[CastMode], AbstractContextManager[Any]] | None = None,
         run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None,
     ) -> None:
@@ -94,8 +92,7 @@ class CastMode(TorchFunctionMode):
         self.opened = op_rules.opened
         self.cache = cache
         self.keeps_weights = cache is not None and cache.store is not None  # they are there for a faster kernel, too
-        self.standalone, self.current = standalone, current
-        self.run = run if self.keeps_weights else None
+        self.current, self.run = current, run if self.keeps_weights else None
         self.suspended = False
         self.has_grad = torch.is_grad_enabled()  # a reentrant checkpoint's first run has none
         self._device = next(iter(op_rules.rows))
@@ -111,8 +108,7 @@ class CastMode(TorchFunctionMode):
         row = self.rows[device].get(func)
         if row is None:
             return self._unruled(func, args, kwargs)
-        enabled = self.standalone is not None or torch.is_autocast_enabled(device)
-        if not enabled or kwargs.get("out") is not None:
+        if not torch.is_autocast_enabled(device) or kwargs.get("out") is not None:
             return func(*args, **kwargs)
         return self._run(func, row, device, args, kwargs)
 
@@ -156,7 +152,7 @@ class CastMode(TorchFunctionMode):
         if self.current is not None and self.has_grad and not torch.compiler.is_compiling():
             if not torch.is_grad_enabled() or saved_tensors_hooks() is not None:  # a checkpoint may run
                 bind_recompute(self.current, self)
-        low = self.standalone or torch.get_autocast_dtype(device)
+        low = torch.get_autocast_dtype(device)
         if row.rule is Rule.FORBID:
             raise ForbiddenOpError(f"{row.op} is forbidden here: {row.reason}. Write {row.instead}.")
         target, low_out = self._target(row.rule, device, low, args, kwargs)
@@ -206,8 +202,6 @@ class CastMode(TorchFunctionMode):
                 return linear(*args, **kwargs)
         if self.run is not None and device == "cpu" and (found := self.run(func, args, kwargs)) is not NotImplemented:
             return found
-        if self.standalone is not None:
-            return func(*args, **kwargs)
         is_compiling = torch.compiler.is_compiling()
         (enter_switch if is_compiling else torch.set_autocast_enabled)(device, False)
         try:
