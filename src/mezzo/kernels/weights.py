@@ -155,3 +155,23 @@ def write_master_(weights: Weights, index: int, master: Tensor, step: Tensor, sk
     write_(value, weight, skip)
     if aux is not None:
         write_(weights.aux[index], aux, skip)
+
+
+def store_means_(
+    targets: tuple[Tensor, ...], means: tuple[Tensor, ...], weights: Weights, index: int, step: Tensor, skip: Tensor | None
+) -> None:  # fmt: skip
+    """Write one or two running means, rounding bf16 ones stochastically, each by its own 16 of 32 random bits.
+
+    A running mean moves by (1 - beta) of itself, 0.1 % for beta 0.999; bf16 spacing is 0.4 to 0.8 %. Rounded to nearest it
+    would rise with large gradients and never fall again.
+
+    Writes: `targets`, unless `skip`, shape () and bool, says no. Syncs: no.
+    """
+    if all(target.dtype is not torch.bfloat16 for target in targets):
+        for target, mean in zip(targets, means, strict=True):
+            write_(target, mean, skip)
+        return
+    bits = weights.random_bits(index, step, MOMENT_STREAM)
+    for number, (target, mean) in enumerate(zip(targets, means, strict=True)):
+        is_rounded, own = target.dtype is torch.bfloat16, bits >> (16 * number)
+        write_(target, stochastic_round(mean.to(torch.float32), target.dtype, own) if is_rounded else mean, skip)

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ....formats import widest
 from ...operands import Operands
-from ...weights import MOMENT_STREAM, Weights, read_master, write_, write_master_
-from ..rounding import stochastic_round
+from ...weights import read_master, store_means_, write_, write_master_
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,28 +136,3 @@ def step_(
         store_means_((mean_, square_), (mean, square), weights, index, step[index], skip)
         if rule.amsgrad:
             write_(peak_[0], peak.to(peak_[0].dtype), skip)
-
-
-def store_means_(
-    targets: tuple[Tensor, ...],
-    means: tuple[Tensor, ...],
-    weights: Weights,
-    index: int,
-    step: Tensor,
-    skip: Tensor | None,
-) -> None:
-    """Write one or two running means, rounding bf16 ones stochastically, each by its own 16 of 32 random bits.
-
-    A running mean moves by (1 - beta) of itself, 0.1 % for beta 0.999; bf16 spacing is 0.4 to 0.8 %. Rounded to nearest it
-    would rise with large gradients and never fall again.
-
-    Writes: `targets`, unless `skip`, shape () and bool, says no. Syncs: no.
-    """
-    if all(target.dtype is not torch.bfloat16 for target in targets):
-        for target, mean in zip(targets, means, strict=True):
-            write_(target, mean, skip)
-        return
-    bits = weights.random_bits(index, step, MOMENT_STREAM)
-    for number, (target, mean) in enumerate(zip(targets, means, strict=True)):
-        is_rounded, own = target.dtype is torch.bfloat16, bits >> (16 * number)
-        write_(target, stochastic_round(mean.to(torch.float32), target.dtype, own) if is_rounded else mean, skip)

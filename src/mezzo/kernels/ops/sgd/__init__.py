@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ...operands import Operands
-from ...weights import read_master, write_master_
-from ..adamw import is_counted_on_host, rate_on, rows_by_count, store_means_
+from ...weights import read_master, store_means_, write_master_
+from ..adamw import is_counted_on_host, rate_on, rows_by_count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
