@@ -13,7 +13,7 @@ from typing import Any, get_args, overload
 import torch
 from torch import Tensor
 
-from .._torch import is_fused
+from .._torch import has_load_hooks, is_fused
 from ..errors import ConfigError, MasterError, StepError, did_you_mean, first_line, shown
 from ..formats import describe, is_one_of
 from ..kernels import AUX_STATE, ScaledGradients
@@ -27,7 +27,6 @@ from .optimizer_state import (
     HasMasters,
     and_inside,
     check_shapes,
-    checked_hooks,
     keep_masters,
     take_masters_,
 )
@@ -42,9 +41,10 @@ _log = logging.getLogger("mezzo.optim")
 
 @dataclass(slots=True, eq=False)
 class _MasterStep:
-    """Parameters that are stepped, with the masters of those of 16 bit; and what to put back: grad mode, aux state, gradients of wide ones."""
+    """Parameters that are stepped, indices of all, and the masters of those of 16 bit; and what to put back: grad mode, aux state, gradients of wide ones."""
 
     params: list[Tensor]
+    indices: dict[Tensor, int]
     fp32_params: dict[Tensor, torch.nn.Parameter]
     grad_mode: bool
     aux: dict[Tensor, Tensor | None] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class MasterWeights(HasMasters):
             raise ConfigError(
                 f"MasterWeights was given a {type(inner).__name__}, which keeps masters itself; use it alone."
             )
-        self.__setstate__({"inner": checked_hooks(inner), "masters": Masters(mode=mode, seed=rounding_seed)})
+        self.__setstate__({"inner": _checked_hooks(inner), "masters": Masters(mode=mode, seed=rounding_seed)})
         for p in self._indices():
             if self.masters.mode_of(p) != "none" and p in inner.state:
                 inner.state[p] = {
@@ -302,7 +302,7 @@ class MasterWeights(HasMasters):
     ) -> float | None:
         """Swap masters with true gradients in, and step the inner optimizer; afterwards the model gets their weights."""
         fp32_params = {p: self.masters.fp32_param(p) for p in params if self.masters.mode_of(p) != "none"}
-        step = _MasterStep(params, fp32_params, torch.is_grad_enabled())
+        step = _MasterStep(params, self._indices(), fp32_params, torch.is_grad_enabled())
         skip = None if found is None else found.reshape(()) != 0
         scaling = StepScaling(found_inf=None if found is None else found.reshape(()).to(torch.float32))
         self._stepping = True
@@ -339,10 +339,9 @@ class MasterWeights(HasMasters):
         return loss
 
     def _write_weights(self, step: _MasterStep, skip: Tensor | None) -> None:
-        indices = self._indices()
         for p in step.fp32_params:
             blocked = None if skip is None else skip.to(p.device)
-            step.aux[p] = self.masters.write_(p, indices[p], step.aux[p], blocked)
+            step.aux[p] = self.masters.write_(p, step.indices[p], step.aux[p], blocked)
 
     def _put_back(self, step: _MasterStep) -> None:
         torch.set_grad_enabled(step.grad_mode)
@@ -375,3 +374,14 @@ class MasterWeights(HasMasters):
             # torch's fused kernels walk memory and take for granted that a gradient lies as its weight does
             other_way = target is not p and grad.layout is torch.strided and grad.stride() != target.stride()
             target.grad = torch.empty_like(target).copy_(grad) if other_way else grad
+
+
+def _checked_hooks(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return an optimizer that has torch's hooks on loading: without them masters could not follow its state; else a ConfigError."""
+    if not has_load_hooks(inner):
+        raise ConfigError(
+            f"MasterWeights was given a {type(inner).__name__}, whose __init__ does not call super().__init__(params, defaults), "
+            "so it has no hooks of torch.optim.Optimizer by which masters follow its state. Add that call, hand over the "
+            "optimizer that it wraps, or keep weights in fp32, as policy='bf16' does."
+        )
+    return inner

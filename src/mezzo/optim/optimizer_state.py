@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from .._torch import has_load_hooks
 from ..errors import ConfigError, OperandError, check_given
 from ..formats import LOW_DTYPES, describe, dtype_name
 from ..kernels import (
@@ -142,7 +141,8 @@ def keep_masters(optimizer: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
     for key, p in zip(keys, parameters(optimizer), strict=True):
         if optimizer.set_at.get(p) == p._version and mode_of_state(entry := state.get(key, {})) is None:
             mode, aux = optimizer.aux_state(p)
-            state[key] = entry if aux is None else {**entry, AUX_STATE[mode]: aux}
+            if aux is not None:
+                state[key] = {**entry, AUX_STATE[mode]: aux}
     return {**saved, "state": state}
 
 
@@ -390,14 +390,3 @@ class KeepsMasters(HasMasters):
         aux, clause = take_master_(param, entry, mode_of(param, group))
         self.state[param] = {**own_state(param, entry, self.moment_names(group), group), **aux}
         return clause
-
-
-def checked_hooks(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return an optimizer that has torch's hooks on loading: without them masters could not follow its state; else a ConfigError."""
-    if not has_load_hooks(inner):
-        raise ConfigError(
-            f"MasterWeights was given a {type(inner).__name__}, whose __init__ does not call super().__init__(params, defaults), "
-            "so it has no hooks of torch.optim.Optimizer by which masters follow its state. Add that call, hand over the "
-            "optimizer that it wraps, or keep weights in fp32, as policy='bf16' does."
-        )
-    return inner

@@ -199,8 +199,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         """Count what was asked about and led to no finite loss; at the end of a program what it left behind too."""
         pending, self._pending_reads = self._pending_reads, []
         if has_failed and not pending and self._reached_step != self.context.step:
-            causes = NO_CAUSE.union(*self._scalars.live())
-            if causes:
+            if causes := NO_CAUSE.union(*self._scalars.live()):
                 pending = [self._sink("exit", "when the program ended", causes)]
         for sink in pending:
             self.reach(sink)
