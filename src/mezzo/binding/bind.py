@@ -135,7 +135,9 @@ def _bind_one(module: nn.Module, binding: Binding, own: Precision, around: Preci
         inner = in_place_of_forward(module, binding, own)
     attends = binding.has_own_ops and own is None and around not in FP32_RULES and _is_innermost_attention(module)
     is_regular = own is None and not attends
-    is_as_written = is_regular and not is_root and (inner is None or inner in TRACED_AS_WRITTEN)
+    is_as_written = not attends and not is_root and (inner is None or inner in TRACED_AS_WRITTEN)
+    traced_key = binding.region_key if is_as_written else ""
+    traced = (traced_key, own if is_as_written else None)
     module.__dict__[RECORD] = Bound(
         binding=binding,
         own=own,
@@ -145,14 +147,18 @@ def _bind_one(module: nn.Module, binding: Binding, own: Precision, around: Preci
         attends=attends,
         stays=isinstance(inner, _Own) or inner in CALL_FORWARD,
         is_regular=is_regular,
-        traced_key=binding.region_key if is_as_written else "",
+        traced_key=traced_key,
     )
-    if is_bound:
-        return
     if is_parametrized(module):  # a class of its own, which remove_parametrizations takes away from above its base
-        cls.__bases__ = (bound_class(cls.__bases__[0]),)
+        base, *others = cls.__bases__
+        cls.__bases__ = (bound_class(getattr(base, "_mezzo_class", base), *traced), *others)
+    elif is_bound and "_mezzo_class" not in vars(cls):  # one that somebody made above it, perhaps for many modules
+        cls.__bases__ = tuple(
+            bound_class(base._mezzo_class, "", None) if hasattr(base, "_mezzo_class") else base
+            for base in cls.__bases__
+        )
     else:
-        module.__class__ = bound_class(cls)
+        module.__class__ = bound_class(class_of(module), *traced)
 
 
 def _is_innermost_attention(module: nn.Module) -> bool:

@@ -162,7 +162,7 @@ class Bound:
         attends: whether attention inside it runs mezzo's way.
         idle: calls that met no attention, in evaluation and in training; far below 0 once there was one.
         is_regular: whether inside the binding's region the module does nothing but run its forward.
-        traced_key: the key of regions where a compiler traces the class's forward alone, by one quick guard; empty where there is more.
+        traced_key: the key of regions where a compiler traces the class's forward and the own rule, without a look at the record; empty where there is more.
         breaks: whether a compiler's graph that had the module's region in it broke inside: from then on those inside have it around them.
         first: where the module's first parameter stands, once somebody asked.
         products: what is known of its products, once somebody asked.
@@ -329,27 +329,30 @@ def _close(module: nn.Module, out: Any, dtype: torch.dtype | None, after: AfterF
     return out
 
 
-_classes: dict[type[nn.Module], type[nn.Module]] = {}
+@functools.cache
+def bound_class(original: type[nn.Module], traced_key: str, rule: Precision) -> type[nn.Module]:
+    """Return the subclass whose forward enters the region of an instance's record; without one it behaves as `original`.
+
+    In regions of `traced_key` a compiler traces the forward with its rule, and guards on the class alone: see `Bound`.
+    """
+    return _make_class(original, original.forward, traced_key, rule)
 
 
-def bound_class(original: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass whose forward enters the region of an instance's record; without one it behaves as `original`."""
-    if original not in _classes:
-        _classes[original] = _make_class(original, original.forward)
-    return _classes[original]
-
-
-def _make_class(original: type[nn.Module], written: Callable[..., Any]) -> type[nn.Module]:
+def _make_class(
+    original: type[nn.Module], written: Callable[..., Any], traced_key: str, rule: Precision
+) -> type[nn.Module]:
     run_in_one_graph: Forward = dynamo_count_apart(lambda run, *args: run(*args))
 
     @dynamo_skip_alone
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        here = _here.plain
+        if is_dynamo_compiling() and here is not None and here.region_key == traced_key:
+            if rule is None:
+                return original.forward(self, *args, **kwargs)
+            return run_ruled(here, rule, self, original.forward, args, kwargs, traced=False)
         bound: Bound | None = self._mezzo_bound  # type: ignore[assignment]  # read from `__dict__` it is three guards more
         if bound is None:
-            return original.forward(self, *args, **kwargs)
-        here = _here.plain
-        if is_dynamo_compiling() and here is not None and here.region_key == bound.traced_key:
             return original.forward(self, *args, **kwargs)
         is_inside = here is bound.binding and (is_dynamo_compiling() or functorch_level() is None)
         own_forward = bound.inner if bound.inner and (bound.stays or original.forward is written) else original.forward
@@ -366,7 +369,7 @@ def _make_class(original: type[nn.Module], written: Callable[..., Any]) -> type[
     def reduce(self: nn.Module, protocol: Any) -> Any:
         reduced = original.__reduce_ex__(self, protocol)
         if type(self) is subclass and reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]  # undocumented
-            return (_new_bound, (original,), *reduced[2:])
+            return (_new_bound, (original, traced_key, rule), *reduced[2:])
         return reduced
 
     kept = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
@@ -386,8 +389,8 @@ def _leaves_dtypes(module: nn.Module, function: Callable[[Tensor], Tensor], *_: 
     return bound is not None and leaves_dtypes(module, function, bound, is_running=_here.binding is bound.binding)
 
 
-def _new_bound(original: type[nn.Module]) -> nn.Module:
-    subclass = bound_class(original)
+def _new_bound(original: type[nn.Module], traced_key: str = "", rule: Precision = None) -> nn.Module:
+    subclass = bound_class(original, traced_key, rule)
     return subclass.__new__(subclass)
 
 
