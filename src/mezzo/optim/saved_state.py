@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -229,7 +230,18 @@ def _check_torch(
         if group.get(option) and any(known in entry and entry.get(moment) is None for entry in entries.values()):
             refuse(part, f"has no {moment}, which {option}={group[option]} asks for")
     options = inspect.signature(kind).parameters.keys() & group.keys() - {"params", "lr", "nesterov", *HOW}
+    param, what = torch.zeros(1, 1, dtype=torch.float32, device="cpu"), f"do not fit {kind.__name__}"
     try:
-        kind([torch.zeros(1, 1, dtype=torch.float32, device="cpu")], lr=1e-3, **{name: group[name] for name in options})
+        probe = kind([param], lr=1e-3, **{name: group[name] for name in options})
+        if isinstance(probe, torch.optim.LBFGS):  # asks for a closure
+            return
+        what = f"and state hold numbers that a step of {kind.__name__} cannot compute with"
+        param.grad = torch.zeros_like(param).to_sparse() if kind is torch.optim.SparseAdam else torch.zeros_like(param)
+        probe.param_groups[0]["lr"] = number_of(group.get("lr", 1e-3))
+        step = torch.no_grad()(partial(inspect.unwrap(kind.step), probe))  # unwrapped: hooks see no step of the run
+        step()
+        for counts in {tuple((k, number_of(e[k])) for k in sorted(_COUNTS & e.keys())) for e in entries.values()}:
+            probe.state[param].update((name, torch.tensor(float(count))) for name, count in counts)
+            step()
     except Exception as error:
-        refuse(f"{part}.param_groups", f"do not fit {kind.__name__}: {first_line(error)}")
+        refuse(f"{part}.param_groups", f"{what}: {first_line(error)}")
