@@ -111,12 +111,22 @@ def test_compare(case: str, policy: str) -> None:
     model, batch, loss_fn, why = COMPARED[case]
     report = diagnose.compare(model, batch, loss_fn, policy)
     assert said(report).startswith(f"Not enough seen: {why}")
+    assert ("diagnose.trace(model)" in said(report)) is ("not finite" in why)
     assert report.proposals == report.tried == ()
+
+
+@pytest.mark.parametrize("case", ["NaN", "a loss of NaN", "a gradient"])
+def test_what_compare_says_to_call_names_the_op(case: str) -> None:
+    model, batch, loss_fn, _ = COMPARED[case]
+    with diagnose.trace(model) as t:
+        (model(batch).square().mean() if loss_fn is None else loss_fn(model, batch)).backward()
+    assert t.report.findings
 
 
 def test_compare_where_the_policy_alone_is_not_finite() -> None:
     report = diagnose.compare(net(), X * 1e6, square, "fp16", tries=2)
-    assert said(report).startswith("The gradients agree with fp32 to -inf dB")
+    first = "The gradients hold inf or NaN under the policy, and not in fp32: the first comes from"
+    assert said(report).startswith(f"{first} to, forward, module 0"), said(report)
 
 
 SAME = {

@@ -196,16 +196,25 @@ class CompareReport(Report):
     def _verdict(self) -> str:
         m = self.measurement
         if m.flaw:
-            return f"Not enough seen: {m.flaw}, so nothing can be told of what the policy adds."
+            where = _TRACED if "not finite" in m.flaw else ""
+            return f"Not enough seen: {m.flaw}, so nothing can be told of what the policy adds.{where}"
         what = "outputs" if m.gradients is None else "gradients"
         best = "no single rule brings them nearer"
         if self.proposals:
             best = f"best rule: {self.proposals[0].edit} ({_db(self.proposals[0].gain, sign=True)})"
+        first = next((op for op in m.ops if op.agreement.local == -math.inf), None) if m.figure == -math.inf else None
+        if first is not None:
+            line = short_line(first.frame)
+            return (
+                f"The {what} hold inf or NaN under the policy, and not in fp32: the first comes from {first.op}, {first.phase}, "
+                f"module {first.path}{line and f' at {line}'}; {best}."
+            )
         off = 10 ** (-m.figure / 20)
         percent = f"{off:.2g}" if math.isinf(m.figure) else f"{100 * off:.2g} %"
         return f"The {what} agree with fp32 to {_db(m.figure)}, {percent} off; {best}."
 
 
+_TRACED = " Put one step in fp32 into `with mezzo.diagnose.trace(model) as t:` to have the op that makes the first one named in t.report."
 _SCALE = Note(
     text="dB is how far the error lies below the values of fp32: 20 dB are 10 % of them, 40 dB 1 %, 60 dB 0.1 %, and 6 dB one bit. "
     "Local error is added at a place, inherited error came with its inputs, total error is both."

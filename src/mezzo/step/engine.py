@@ -278,7 +278,8 @@ class Engine:
         if before is not None:
             self.check()
             warn_of_replaced(self.root)
-            self._invariants.check(before, grads, result.flags(), self.num_steps, self.report)
+            rate_to_blame = self.recovery.rate_to_blame
+            self._invariants.check(before, grads, result.flags(), self.num_steps, self.report, rate_to_blame)
         return result
 
     def announce(self, optimizer: Optimizer | None, clip: Clip) -> None:

@@ -89,6 +89,7 @@ class Invariants:
         flags: StepFlags[float],
         step: int,
         report: Callable[[], StateReport],
+        rate_to_blame: Callable[[], str],
     ) -> None:
         """Look at a step that was taken or skipped; what stands equal on all ranks is the agreement's to compare.
 
@@ -134,7 +135,7 @@ class Invariants:
         # Of what is not finite, which is rare, only elements that the step has read.
         read = [at for at, is_ruined in ruined.items() if is_ruined and count_ruined(written[at], grad=at[0].grad)]
         names = [".".join(filter(None, (self._names[p], key))) for p, key in read]
-        self._check_finite([*names, *(name for name, count in buffers.items() if count)], grads)
+        self._check_finite([*names, *(name for name, count in buffers.items() if count)], grads, rate_to_blame)
 
     def _check_divisor(self, raw: float, flags: StepFlags[float]) -> None:
         if flags.gradients_bad:
@@ -198,15 +199,18 @@ class Invariants:
                 "is when found_inf is set; take another optimizer, or mezzo.optim.MasterWeights around it."
             )
 
-    def _check_finite(self, bad: Sequence[str], grads: Sequence[OptimizerGrads]) -> None:
+    def _check_finite(
+        self, bad: Sequence[str], grads: Sequence[OptimizerGrads], rate_to_blame: Callable[[], str]
+    ) -> None:
         if bad and (options := _useless_options(grads)):
             raise InvariantError(
                 f"after the step {listed(bad)} hold inf or NaN, since a group of the optimizer has {listed(options)}. Write a "
                 "finite number, and load the last good checkpoint."
             )
         if bad:
+            rate = rate_to_blame()
             raise InvariantError(
-                f"after the step {listed(bad)} hold inf or NaN. Load the last good checkpoint; "
+                f"after the step {listed(bad)} hold inf or NaN. {rate and rate + ' '}Load the last good checkpoint; "
                 "mezzo.diagnose.trace(model) names the op that makes the first one."
             )
 

@@ -108,7 +108,7 @@ class Recovery:
         """Return the error with what running the last batch again has shown. Syncs: at every op."""
         skip = self._skip if stop.is_batch_to_blame else None
         found = None if skip is None else self._diagnosis(skip, consensus)
-        rate = "" if skip is None else self._rate_to_blame()
+        rate = "" if skip is None else self.rate_to_blame()
         if found is None and not rate:
             return stop
         sentence, fix = ("", "") if found is None else (found.sentence, found.fix)
@@ -116,7 +116,8 @@ class Recovery:
         error.report = None if found is None else found.report
         return error
 
-    def _rate_to_blame(self) -> str:
+    def rate_to_blame(self) -> str:
+        """As the function of this name, of the run's own optimizers. Syncs: yes."""
         return rate_to_blame(self._gradients.optimizers, self.guard.last_norm, self.clip)
 
     def demote_again(self, edits: Sequence[str]) -> tuple[str, ...]:
@@ -143,7 +144,7 @@ class Recovery:
     def _explain_early(self, skip: StepFlags[float], consensus: RankConsensus | None) -> None:
         """Log why the loss is not finite, where a second batch in a row shows that it is not the batch."""
         found = self._diagnosis(skip, consensus)
-        rate = self._rate_to_blame()
+        rate = self.rate_to_blame()
         if rate or (found is not None and found.sentence):
             why = (rate, *((found.sentence, found.fix) if found is not None else ()))
             said = " ".join(filter(None, why))
@@ -200,14 +201,21 @@ def rate_to_blame(optimizers: Sequence[Optimizer], last_norm: SupportsFloat | No
     for optimizer in (wrapped_optimizer(local_optimizer(one)) for one in optimizers):
         params = [p for p in parameters(optimizer) if p.requires_grad and p.is_floating_point()]
         updates = [_last_update(optimizer, group, p) for group in optimizer.param_groups for p in group["params"]]
-        update, size, num = math.hypot(*updates), math.hypot(*map(_norm, params)), sum(local(p).numel() for p in params)
+        update, size, num = (
+            math.hypot(*updates),
+            math.hypot(*map(_finite_norm, params)),
+            sum(local(p).numel() for p in params),
+        )
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         if not update and len(optimizers) == 1 and last_norm is not None and isinstance(optimizer, _SGD):
             ends = (clip.max_norm, None if clip.value is None else float(clip.value) * math.sqrt(num))
             update = min(rates) * min(float(last_norm), *(float(end) for end in ends if end is not None), math.inf)
         if update > _REPLACED * size and update > _LEAST_UPDATE * math.sqrt(num):
+            share = (
+                f"{update / size:.0%} as large as its weights are now" if size else "larger than its weights' format"
+            )
             return (
-                f"The last update of {type(optimizer).__name__} at lr={max(rates):g} was {update / size:.0%} as large as its weights are now: the "
+                f"The last update of {type(optimizer).__name__} at lr={max(rates):g} was {share}: the "
                 f"learning rate is too high, and no rule of a policy repairs that. Write lr={max(rates) / 10:g} or less, warm it up, or clip "
                 "by amp.step(max_norm=1.0)."
             )
@@ -215,14 +223,30 @@ def rate_to_blame(optimizers: Sequence[Optimizer], last_norm: SupportsFloat | No
 
 
 def _last_update(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) -> float:
-    """Return the norm of what an Adam or a running sum of SGD last moved a weight by, as its state tells it, or 0. Syncs: yes."""
+    """Return the norm of what an optimizer last moved a weight by, as its state tells it, or 0. Syncs: yes.
+
+    Where the square of a gradient is inf, Adam had moved by about its rate before; those of its family move each element by that.
+    """
     entry, rate = optimizer.state.get(param, {}), float(group.get("lr", 0))
-    if isinstance(optimizer, _ADAM) and float(entry.get("step", 0)):
-        below, above = (1 - float(beta) ** float(entry["step"]) for beta in group["betas"])
+    is_decoupled = group.get("decoupled_weight_decay", getattr(optimizer, "decouples_decay", False))
+    decay = float(group["weight_decay"]) if is_decoupled else 0.0
+    return rate * (_move_by_rate(optimizer, group, param, entry) + decay * _finite_norm(param))
+
+
+def _move_by_rate(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor, entry: Mapping[str, Any]) -> float:
+    step = float(entry.get("step", 0))
+    if isinstance(optimizer, _ADAM) and step:
+        below, above = (1 - float(beta) ** step for beta in group["betas"])
         mean, square = (local(entry[name]).float() for name in ("exp_avg", "exp_avg_sq"))
-        return rate * _norm(mean / below / ((square / above).sqrt() + group["eps"]))
+        return _norm(torch.where(square.isinf(), 1, mean / below / ((square / above).sqrt() + group["eps"])))
+    if isinstance(optimizer, _NORMED) and step:
+        return math.sqrt(local(param).numel() / (1 - float(group.get("alpha", 0)) ** step))
     total = entry.get("momentum_buffer") if isinstance(optimizer, _SGD) else None
-    return 0.0 if total is None else rate * _norm(total)
+    return 0.0 if total is None else _norm(total)
+
+
+def _finite_norm(tensor: Tensor) -> float:
+    return _norm(local(tensor.detach()).nan_to_num(0, 0, 0))
 
 
 def _norm(tensor: Tensor) -> float:
@@ -231,6 +255,7 @@ def _norm(tensor: Tensor) -> float:
 
 
 _ADAM, _SGD = (torch.optim.Adam, AdamW), (torch.optim.SGD, SGD)
+_NORMED = (torch.optim.NAdam, torch.optim.Adamax, torch.optim.RMSprop)
 _REPLACED, _LEAST_UPDATE = 0.5, 0.1
 """Share of the weights, and root mean square, of an update that no healthy run makes: weights that begin at 0 are made by their first update, of a small one."""
 
