@@ -176,7 +176,15 @@ def test_the_loss_of_a_closure_is_its_last() -> None:
 
 @pytest.mark.parametrize(
     ("policy", "options", "is_lost"),
-    [("fp32", {}, True), ("bf16-master", {"master": "split"}, False), ("fp32", {"lr": 1e-2}, False)],
+    [
+        ("fp32", {}, True),
+        ("bf16-master", {"master": "split"}, True),
+        ("bf16-master", {"master": "fp32"}, True),
+        ("bf16-master", {"master": "split", "lr": 1e-5}, False),
+        ("bf16-master", {"master": "kahan", "lr": 1e-5}, False),
+        ("bf16-master", {"master": "stochastic", "lr": 1e-5}, False),
+        ("fp32", {"lr": 1e-2}, False),
+    ],
 )
 def test_lost_updates_are_those_nothing_keeps(policy: str, options: dict[str, object], is_lost: bool) -> None:
     model, amp = make(policy, **{"lr": 1e-10, **options})
@@ -187,6 +195,21 @@ def test_lost_updates_are_those_nothing_keeps(policy: str, options: dict[str, ob
     lost = {t.name: t.lost for t in w.report.tensors if t.kind == "weight"}
     assert (lost["a.weight"] > 0.5) == is_lost
     assert any("rounded away" in text for text in w.report.warnings) == is_lost
+
+
+@pytest.mark.parametrize("is_prepared", [True, False])
+def test_a_group_whose_rate_is_0_is_meant_to_stay(is_prepared: bool) -> None:
+    model = Net()
+    groups = [{"params": model.a.parameters(), "lr": 0.0}, {"params": model.b.parameters(), "lr": 1e-2}]
+    optimizer = torch.optim.AdamW(groups)
+    run = mezzo.prepare(model, optimizer, "bf16") if is_prepared else model
+    with diagnose.watch(run, every=1) as w:
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model(torch.randn(6, 8)).float().square().mean()
+            run.backward(loss) if isinstance(run, mezzo.Stepper) else loss.backward()
+            run.step() if isinstance(run, mezzo.Stepper) else optimizer.step()
+    assert str(w.report.document().verdict).startswith("Healthy"), w.report
 
 
 def test_an_activation_without_headroom_is_warned_about() -> None:

@@ -55,18 +55,18 @@ class Watch(AbstractContextManager["Watch"]):
         self._seen = 0
         self._spent_s, self._started = 0.0, time.perf_counter()
         self._dtypes = {p.dtype for _, p in self._parameters}
-        self._have_masters: set[int] = set()
+        self._masters: dict[int, Any] = {}  # the optimizer that keeps a parameter's
         self._handles: list[Any] = []
         self._sampling: list[Any] = []
         self._states = {n: Stamp.of(b) for n, b in model.named_buffers() if b.dtype in LOW_DTYPES}
         self._ids = {id(p) for _, p in self._parameters}
         self._stepping: list[torch.optim.Optimizer] = []
-        self._before: Tensor | None = None
+        self._before: tuple[Tensor, list[Tensor | None]] | None = None
         self._install()
 
     def _note_masters(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        kept = (p for o in optimizers if keeps_masters(o) for p in parameters(o) if p.dtype in LOW_DTYPES)
-        self._have_masters |= {id(p) for p in kept}
+        for o in filter(keeps_masters, optimizers):
+            self._masters.update({id(p): o for p in parameters(o) if p.dtype in LOW_DTYPES})
 
     def _arm(self) -> None:
         """Put hooks on the tensors of a step that is sampled, and take them off those of any other."""
@@ -165,15 +165,28 @@ class Watch(AbstractContextManager["Watch"]):
         self._spent_s += time.perf_counter() - start
         return out
 
-    def _sample_before(self, optimizers: Sequence[torch.optim.Optimizer]) -> Tensor:
+    def _sample_before(self, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[Tensor, list[Tensor | None]]:
         """Sample weights, and what gradients the optimizers are to step that no backward pass has shown."""
         for row in map(self._first_gradient.__add__, self._rows_of(optimizers)):
             if not self._rows.is_holding(row, row + 1):
                 self._put(row, self._parameters[row - self._first_gradient][1].grad)
-        return self._sample_weights()
+        return self._sample_weights(), [self._sample_aux(p) for _, p in self._parameters]
 
-    def _rows_of(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[int]:
-        owned = {id(p) for optimizer in optimizers for p in parameters(optimizer)}
+    def _sample_aux(self, parameter: Tensor) -> Tensor | None:
+        """Sample what is stored beside a weight that has a master, where its small updates go; None where nothing is. Syncs: no."""
+        optimizer = self._masters.get(id(parameter))
+        aux = None if optimizer is None else optimizer.aux_state(parameter)[1]
+        return None if aux is None else spaced(aux, self._rows.values.shape[1]).clone()
+
+    def _rows_of(self, optimizers: Sequence[torch.optim.Optimizer], *, moving: bool = False) -> list[int]:
+        """Return the rows of the optimizers' parameters, or of those whose rate is not 0; one on a device is not read. Host only."""
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        owned = {
+            id(p)
+            for g in groups
+            if not moving or isinstance(g.get("lr"), Tensor) or g.get("lr", 1)
+            for p in g["params"]
+        }
         return [row for row, (_, p) in enumerate(self._parameters) if id(p) in owned]
 
     def _sample_weights(self) -> Tensor:
@@ -182,23 +195,32 @@ class Watch(AbstractContextManager["Watch"]):
         return self._rows.values[self._first_weight :].clone()
 
     def _compare_weights(
-        self, before: Tensor, optimizers: Sequence[torch.optim.Optimizer], taken: Tensor | None
+        self,
+        before: tuple[Tensor, list[Tensor | None]],
+        optimizers: Sequence[torch.optim.Optimizer],
+        taken: Tensor | None,
     ) -> None:
-        """Count samples with a gradient whose weight did not move, then exponents; `taken` is None where the step's result will tell."""
-        after = torch.zeros_like(before)
-        width = before.shape[1]
-        for row, (_, parameter) in enumerate(self._parameters):
-            sample = spaced(parameter.detach(), width)
-            after[row, : sample.numel()].copy_(sample)
-        gradients, stepped = slice(self._first_gradient, self._first_weight), set(self._rows_of(optimizers))
-        meant, moved = self._rows.values[gradients] != 0, after != before
+        """Count samples with a gradient whose weight or master did not move, then exponents; `taken` is None where the step's result will tell."""
+        weights, every_aux = before
+        moved = torch.zeros_like(weights, dtype=torch.bool)
+        for row, ((_, parameter), aux) in enumerate(zip(self._parameters, every_aux, strict=True)):
+            sample, now = spaced(parameter.detach(), weights.shape[1]), self._sample_aux(parameter)
+            moved[row, : sample.numel()] = sample != weights[row, : sample.numel()]
+            if (
+                id(parameter) in self._masters
+            ):  # without aux state it is new, or rounded stochastically, which loses none on average
+                moved[row, : sample.numel()] |= True if aux is None or now is None else now != aux
+        gradients, stepped = (
+            slice(self._first_gradient, self._first_weight),
+            set(self._rows_of(optimizers, moving=True)),
+        )
+        meant = self._rows.values[gradients] != 0
         has_gradient = meant.any() | (not self._rows.is_holding(gradients.start, gradients.stop))
         # values of a sparse gradient stand at other places than those of the weight
         dense = [p.grad is None or p.grad.layout is torch.strided for _, p in self._parameters]
-        plain_rows = self._column([id(p) not in self._have_masters for _, p in self._parameters])
         meant &= self._column([row in stepped and dense[row] for row in range(len(dense))])
         counts = torch.stack([meant.sum(1), (meant & ~moved).sum(1)])
-        flags = torch.stack([has_gradient, (meant & plain_rows).any() & ~(moved & plain_rows).any()])
+        flags = torch.stack([has_gradient, meant.any() & ~moved.any()])
         self._sampled[self._seen] = counts, flags, _has_rate(optimizers), taken
         self._rows.count()
         if len(self._sampled) >= _KEPT_RESULTS:
@@ -277,8 +299,8 @@ class Watch(AbstractContextManager["Watch"]):
         """Return what was sampled of each tensor; of a weight, how many of its updates were lost. Syncs: yes."""
         rows: list[tuple[Kind, str, float]] = [("activation", name, 0.0) for name, _ in self._leaves]
         rows += [("gradient", name, 0.0) for name, _ in self._parameters]
-        for (name, p), meant, lost in zip(self._parameters, *self._moved.tolist(), strict=True):
-            rows.append(("weight", name, lost / meant if meant and id(p) not in self._have_masters else 0.0))
+        for (name, _), meant, lost in zip(self._parameters, *self._moved.tolist(), strict=True):
+            rows.append(("weight", name, lost / meant if meant else 0.0))
         return tuple(
             TensorRecord(kind=kind, name=name, histogram=histogram, lost=share)
             for (kind, name, share), histogram, filled in zip(rows, histograms, self._rows.filled, strict=True)

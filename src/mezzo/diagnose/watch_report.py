@@ -58,7 +58,7 @@ class TensorRecord:
 
     Attributes:
         kind: activation (output of a leaf module), gradient (as carried, times the loss scale) or weight.
-        lost: share of sampled weights with a gradient that a taken step did not move; 0 where masters keep updates.
+        lost: share of sampled weights with a gradient that a taken step moved as little as its master.
     """
 
     kind: Kind
@@ -79,7 +79,7 @@ class WatchReport(Report):
         loss_scale: of the last step; 1 where it is not known.
         host_share: share of the host's time that watching took, as measured in this run.
         sampled: sampled steps that were taken.
-        idle: those of them that moved no sampled weight, although there were gradients; weights with masters left out.
+        idle: those of them that moved no sampled weight, nor master, although there were gradients.
         zero: those of them in which every sampled gradient was 0.
         still: further sampled steps, which were taken at a learning rate of 0.
         dead: weights whose every sampled gradient was 0.
@@ -166,7 +166,7 @@ class WatchReport(Report):
         if self.idle:
             yield (
                 f"{self.idle} of {self.sampled} sampled steps moved no sampled weight: the updates are smaller than half the "
-                "spacing of the weights. Keep masters (master=split), or raise the rate."
+                "spacing of the weights. Raise the rate, or keep masters of 16-bit weights (master=split)."
             )
 
     def _scale_in_words(self) -> str:
