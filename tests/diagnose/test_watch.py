@@ -179,10 +179,10 @@ def test_the_loss_of_a_closure_is_its_last() -> None:
     [
         ("fp32", {}, True),
         ("bf16-master", {"master": "split"}, True),
-        ("bf16-master", {"master": "fp32"}, True),
+        ("bf16-master, master=fp32", {"master": "fp32"}, True),
         ("bf16-master", {"master": "split", "lr": 1e-5}, False),
-        ("bf16-master", {"master": "kahan", "lr": 1e-5}, False),
-        ("bf16-master", {"master": "stochastic", "lr": 1e-5}, False),
+        ("bf16-master, master=kahan", {"master": "kahan", "lr": 1e-5}, False),
+        ("bf16-master, master=stochastic", {"master": "stochastic", "lr": 1e-5}, False),
         ("fp32", {"lr": 1e-2}, False),
     ],
 )
