@@ -44,19 +44,34 @@ ALIASES: Mapping[str, str] = MappingProxyType(
         "o0": "fp32",
         "o1": "fp16",
         "o2": "fp16-master",
+        **{name: dtype for dtype in ("bf16", "fp16") for name in (f"mixed_{dtype}", f"{dtype}_mixed")},
     }
 )
-"""Names of Lightning, Accelerate and apex for presets. Lightning's "true" stores weights in 16 bit; here their updates are kept too."""
+"""Names of Lightning, Accelerate, apex and Keras for presets. Lightning's "true" stores weights in 16 bit; here their updates are kept too."""
+
+_FP8 = "mezzo computes in fp32, fp16 or bf16; write bf16, and for fp8 weights torchao beside it"
+_INSTEAD = {
+    **dict.fromkeys(
+        ("amp", "mixed", "apex", "native"),
+        "write bf16, or fp16 where the device has no bf16; auto decides",
+    ),
+    **dict.fromkeys(("float8", "e4m3", "e5m2", "transformer-engine", "int8"), _FP8),
+    "16": "write fp16, or fp16-master for weights stored in it",
+    "32": "write fp32",
+    "o3": "fp16 without fp32 weights loses small updates; write fp16-master, which keeps them",
+    "tf32": "TF32 is a setting of torch; write fp32, and torch.set_float32_matmul_precision('high')",
+}
 
 
 def preset_fields(name: object) -> PolicyFields:
-    """Return the preset of a name, upper or lower case, Lightning's, Accelerate's and apex's names among them; a PolicyError names the nearest."""
+    """Return the preset of a name, upper or lower case, those of other libraries among them; a PolicyError names the nearest."""
     if not isinstance(name, str):
         raise PolicyError(f"'preset': a name such as 'bf16' is wanted, not {name!r}.")
     word, dash, kind = name.casefold().partition("-")
     dtype = named_dtype(word)
     preset = f"{word if dtype is None else dtype_name(dtype)}{dash}{kind}"  # torch's spelling too
-    preset = ALIASES.get(preset, preset)
+    preset = ALIASES.get(preset := preset.replace("bfloat16", "bf16").replace("float16", "fp16"), preset)
+    check(preset not in _INSTEAD, f"unknown preset {name!r}: {_INSTEAD.get(preset, '')}.")
     check(
         dtype is None or preset in PRESET_FIELDS or dtype_name(dtype) in PRESET_FIELDS,
         f"unknown preset {preset!r}: no preset computes in {preset.removesuffix('-master')}; write fp32, fp16, bf16 or auto.",
