@@ -193,6 +193,9 @@ WITHOUT_A_KERNEL: dict[str, Callable[[Tensor], Tensor]] = {
     "smm": lambda x: torch.smm(x.detach().to_sparse(), x.detach()).to_dense(),
     "sspaddmm": lambda x: torch.sspaddmm(x.detach().to_sparse(), x.detach().to_sparse(), x.detach()).to_dense(),
     "binomial": lambda x: torch.binomial(torch.full_like(x, 3), x.detach().sigmoid()),
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "dirichlet": lambda x: torch.distributions.Dirichlet(x.abs() + 1).rsample()[..., 0],
+    "beta": lambda x: torch.distributions.Beta(x.abs() + 1, x.abs() + 1).rsample(),
     "gamma": lambda x: torch.distributions.Gamma(x.abs() + 1, x.abs() + 1).rsample(),
 }
 
@@ -213,6 +216,18 @@ def test_what_has_no_16_bit_kernel_runs_in_fp32(name: str, low: str) -> None:
     assert outs[0].dtype is torch.float32
     torch.testing.assert_close(*outs, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(grads[:1], [grad.to(given.dtype) for grad in grads[1:]], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("op", [torch.add, torch.sub])
+@pytest.mark.parametrize("dtype", LOW_DTYPES.values())
+def test_sparse_sums_are_those_of_fp32_rounded(op: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype) -> None:
+    a, b = (torch.randn(4, 4).to(dtype).to_sparse().requires_grad_() for _ in range(2))
+    with mezzo.autocast("cpu", policy=Policy.parse("fp16, ops=mezzo")):
+        out = op(a, b)
+    want = op(a.detach().to_dense().float(), b.detach().to_dense().float()).to(dtype)
+    assert out.layout is torch.sparse_coo and torch.equal(out.detach().to_dense(), want)
+    torch.sparse.sum(out.float()).backward()
+    assert a.grad is not None and a.grad.dtype is dtype
 
 
 def test_why_gives_the_reason() -> None:

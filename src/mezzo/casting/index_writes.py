@@ -127,6 +127,17 @@ def _product_kernel(op: Any, torchs: Any) -> Callable[..., Any]:
     return run
 
 
+def _wide_kernel(op: Any, torchs: Any) -> Callable[..., Any]:
+    """Return a kernel that takes 16 bit, also beside fp32, in fp32, and leaves the rest to torch's. Syncs: no."""
+
+    @dynamo_skip_frame
+    def run(keys: torch.DispatchKeySet, *given: Any) -> Any:
+        is_low = any(isinstance(t, Tensor) and t.dtype in LOW_DTYPES for t in given)
+        return op(*_widened(*given)) if is_low else torchs.call_boxed(keys, *given)
+
+    return run
+
+
 def _nested_kernel(op: Any, torchs: Any) -> Callable[..., Any]:
     """Return a kernel that takes all tensors in the dtype of the region it is in, without casts of its parts. Syncs: no."""
 
@@ -143,9 +154,11 @@ def _nested_kernel(op: Any, torchs: Any) -> Callable[..., Any]:
 
 _ON_CPU = (
     *[(called, "SparseCsrCPU", _product_kernel) for called in ("mm", "addmm", "addmv.out")],
+    *[(called, "SparseCPU", _product_kernel) for called in ("add.Tensor", "sub.Tensor")],
+    ("_dirichlet_grad", "CPU", _wide_kernel),
     ("_transformer_encoder_layer_fwd", "NestedTensorCPU", _nested_kernel),
 )
-"""Products of a compressed matrix, of which all others, and their gradients, are made; the layer of an encoder that is given padding in evaluation."""
+"""Products of a compressed matrix, of which all others, and their gradients, are made; sums of sparse matrices; the slope of a draw; the layer of an encoder that is given padding in evaluation."""
 
 
 @lru_cache

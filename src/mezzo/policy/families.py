@@ -191,7 +191,7 @@ FAMILIES: tuple[Family, ...] = (
         "det linalg_det logdet slogdet linalg_slogdet linalg_lu linalg_lu_factor linalg_lu_factor_ex linalg_solve_ex "
         "linalg_ldl_factor linalg_ldl_factor_ex linalg_ldl_solve linalg_solve_triangular linalg_vander fft_hfft2 fft_hfftn "
         "fft_ihfft2 fft_ihfftn histogram histogramdd complex linalg_norm linalg_lu_solve smm sspaddmm sparse_sampled_addmm "
-        "_sparse_softmax _sparse_log_softmax binomial _standard_gamma", mezzo=FP32, reason="no 16-bit kernel, or few",
+        "_sparse_softmax _sparse_log_softmax binomial _standard_gamma _sample_dirichlet rrelu", mezzo=FP32, reason="no 16-bit kernel, or few",
         repair="torch raises for 16-bit inputs",
     ),
     _family(
