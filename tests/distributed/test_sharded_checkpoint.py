@@ -358,6 +358,28 @@ def test_a_full_disk_is_told_as_that(tmp_path: Path) -> None:
     save_checkpoint(amp, tmp_path / "a")
 
 
+def _refused_by_the_disk(rank: int, world: int, folder: str, full: int) -> str:
+    model = nn.Linear(256, 512)
+    fully_shard(model, "fp32")
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32")
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000 if rank == full else limits[0], limits[1]))
+    try:
+        save_checkpoint(amp, folder)
+    except CheckpointError as error:
+        return str(error)
+    finally:  # the ranks run other tests too
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    return "done"
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_disk_that_is_full_for_one_rank_is_told_on_all(full: int, tmp_path: Path) -> None:
+    (found,) = set(run(2, _refused_by_the_disk, str(tmp_path / "a"), full))
+    assert re.match(rf"cannot write .*: rank {full} says \[Errno 27\] File too large\. The checkpoints", found), found
+
+
 def test_a_tensor_that_could_not_be_read_back_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     model[0].weight = nn.Parameter(TwoTensor(torch.ones(4, 4), torch.ones(4, 4)), requires_grad=False)

@@ -64,7 +64,18 @@ def save_checkpoint(amp: Saveable, folder: str | os.PathLike[str], *, extra: Map
     Writes: the folder; while at it, one beside it that ends in ".partial". Syncs: yes, with the slowest rank.
     """
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
+
+    class Writer(FileSystemWriter):
+        """Says what torch's writer hid before other ranks are told, whom an error's cause does not reach."""
+
+        def write_data(self, *given: Any) -> Any:
+            """Write this rank's part."""
+            try:
+                return super().write_data(*given)
+            except RuntimeError as error:
+                raise OSError(first_line(error)) from error
 
     path = _folder("save_checkpoint", amp, folder)
     if not isinstance(extra, Mapping | None):
@@ -88,7 +99,7 @@ def save_checkpoint(amp: Saveable, folder: str | os.PathLike[str], *, extra: Map
     with _refusing(f"cannot write {path}", "The checkpoints before it are kept."):
         tensors[_PLAIN] = _packed(plain)
         planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-        save(tensors, checkpoint_id=aside, planner=planner, no_dist=not is_running())
+        save(tensors, storage_writer=Writer(aside), planner=planner, no_dist=not is_running())
         is_first = not is_running() or dist.get_rank() == 0
         _on_all_ranks(lambda: move_into_place(aside, path) if is_first else None)
 
