@@ -24,42 +24,23 @@ _HOMES = {
     "monitor": "integrations.monitor",
 }
 _RENAMED = {"dist": "distributed", "scaling": "loss_scale"}
-_TOOLS = ("compare", "explain", "lint", "memory", "mismatch", "watch")
-_OPTIMIZERS = ("Adam", "AdamW", "MasterWeights", "SGD", "adopt")
-_STEPS = "write amp = mezzo.prepare(model, optimizer, policy), then amp.backward(loss) and amp.step()"
-_ELSEWHERE = {
-    **{name: f"write mezzo.diagnose.{name}" for name in _TOOLS},
-    **{name: f"write mezzo.optim.{name}" for name in _OPTIMIZERS},
-    **dict.fromkeys(
-        ("save_checkpoint", "load_checkpoint"), "write mezzo.distributed.{name}, or torch.save(amp.state_dict(), path)"
-    ),
-    **dict.fromkeys(
-        ("initialize", "scale_loss", "backward", "unscale_", "LossScaleOptimizer", "FP16_Optimizer"), _STEPS
-    ),
-    **dict.fromkeys(
-        ("clip_grad_norm_", "clip_grad_value_"), "write amp.step(max_norm=...) or amp.step(clip_value=...)"
-    ),
-    **dict.fromkeys(
-        ("master_params", "state_dict", "load_state_dict"),
-        "ask what mezzo.prepare returns: amp.optimizers, amp.state_dict()",
-    ),
-    **dict.fromkeys(
-        ("half_function", "float_function", "promote_function", "disable_casts"),
-        "write a rule of the policy: 'op:softmax=fp32', 'head=fp32'",
-    ),
-    **dict.fromkeys(
-        ("set_global_policy", "MixedPrecision", "mixed_precision"),
-        "write mezzo.Policy.parse('bf16'), or mezzo.prepare(model, optimizer, 'bf16')",
-    ),
-    **dict.fromkeys(
-        ("is_autocast_enabled", "get_autocast_dtype"), "mezzo.autocast sets torch's own switch: ask torch.{name}('cpu')"
-    ),
+_SENTENCES = {
+    "compare explain lint memory mismatch watch": "write mezzo.diagnose.{name}",
+    "Adam AdamW MasterWeights SGD adopt": "write mezzo.optim.{name}",
+    "save_checkpoint load_checkpoint": "write mezzo.distributed.{name}, or torch.save(amp.state_dict(), path)",
+    "initialize scale_loss backward unscale_ LossScaleOptimizer FP16_Optimizer": "write amp = mezzo.prepare(model, optimizer, policy), then amp.backward(loss) and amp.step()",
+    "clip_grad_norm_ clip_grad_value_": "write amp.step(max_norm=...) or amp.step(clip_value=...)",
+    "master_params state_dict load_state_dict": "ask what mezzo.prepare returns: amp.optimizers, amp.state_dict()",
+    "half_function float_function promote_function disable_casts": "write a rule of the policy: 'op:softmax=fp32', 'head=fp32'",
+    "set_global_policy MixedPrecision mixed_precision": "write mezzo.prepare(model, optimizer, 'bf16')",
+    "is_autocast_enabled get_autocast_dtype": "mezzo.autocast sets torch's own switch: ask torch.{name}('cpu')",
     "amp": "write from mezzo.cuda import amp, or amp = mezzo.prepare(model, optimizer, policy)",
     "Accelerator": "write mezzo.integrations.accelerate.Accelerator",
     "Trainer": "write mezzo.integrations.transformers.Trainer",
     "MezzoPrecision": "write mezzo.integrations.lightning.MezzoPrecision",
     "doctor": "write `mezzo doctor script.py` in a shell, or mezzo.diagnose.trace(model)",
 }
+_ELSEWHERE = {name: text.format(name=name) for names, text in _SENTENCES.items() for name in names.split()}
 """What to write for names that apex, torch, Lightning, Accelerate and Keras have, and for those of mezzo's own folders."""
 
 
@@ -101,7 +82,7 @@ else:
                 raise
         from .errors import did_you_mean
 
-        hint = f" Here: {_ELSEWHERE[name].format(name=name)}." if name in _ELSEWHERE else ""
+        hint = f" Here: {_ELSEWHERE[name]}." if name in _ELSEWHERE else ""
         near = "" if hint or name.startswith("_") else did_you_mean(name, (*_HOMES, "optim", "diagnose", "distributed"))
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{hint or near}")
 
