@@ -232,3 +232,20 @@ def test_modules_that_torch_refuses_fp64_with_no_word_of_it(name: str, policy: s
     with pytest.raises(CastError, match=r"Cast what is fp64 to fp32, x\.float\(\): no rule casts fp64"):
         model(x.double())
     assert model(x).dtype is torch.float32
+
+
+@pytest.mark.parametrize("policy", ["fp16", "bf16", "fp16, ops=mezzo", "bf16, ops=mezzo"])
+@pytest.mark.parametrize("op", [torch.cat, torch.hstack, nn.utils.rnn.pack_sequence, nn.utils.rnn.pad_sequence])
+@pytest.mark.filterwarnings("ignore")
+def test_the_other_16_bit_dtype_in_an_op_that_torch_promotes(
+    op: Callable[[list[torch.Tensor]], object], policy: str
+) -> None:
+    other = torch.float16 if policy.startswith("bf16") else BF16
+    parts = [torch.ones(2, 2, dtype=other), torch.ones(2, 2, dtype=other)]
+    try:
+        with autocast("cpu", policy=policy):
+            op(parts)
+    except CastError as refused:  # mezzo's own table promotes, and pad_sequence is no op that torch promotes
+        assert "x.to(torch.get_autocast_dtype(x.device.type))" in str(refused)
+    with autocast("cpu", policy=policy):
+        op([x.to(torch.get_autocast_dtype(x.device.type)) for x in parts])

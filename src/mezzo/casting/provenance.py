@@ -27,7 +27,7 @@ from ..policy import OpRow, Rule, known_ops, op_table
 _MISMATCH = re.compile(
     r"(expected|expect) .*(scalar type|m1 and m2|mat1 and mat2|self and mat2|same dtype|dtype|(Half|BFloat16|Float|Double)\b)"
     r"|(must|should|to) (have|be) the same|same (data )?(dtype|type)|(dtypes?|should) (mis)?match|did not match"
-    r"|different dtypes|Promotion for|Found dtype|Type promoting not supported|all inputs must share",
+    r"|different dtypes|Promotion for|Found dtype|Type promoting not supported|all inputs must share|autocast::prioritize",
     re.IGNORECASE,
 )
 _NO_KERNEL = re.compile(
@@ -51,6 +51,10 @@ _ADVICE = (
         # not among what a kernel would have taken
         re.compile(r"([Gg]ot|found|scalar type|[Ii]nput type|!=)[^.]*\b[Dd]ouble\b"),
         "Cast what is fp64 to fp32, x.float(): no rule casts fp64, as in torch; model.float() does for weights.",
+    ),
+    (
+        re.compile("autocast::prioritize"),
+        "Here torch promotes nothing but fp32 and the region's own dtype: write x.to(torch.get_autocast_dtype(x.device.type)) for the other.",
     ),
 )
 """What to write instead, whatever op it was."""
