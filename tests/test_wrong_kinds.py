@@ -95,7 +95,18 @@ def report() -> mezzo.diagnose.Report:
 
 TEXTS = {"text", "empty", "NUL", "half a character"}
 TENSORS = {"no tensor", "tensor of 1", "tensor", "whole tensor", "meta", "complex tensor"}
-FLAGS = {*wrong()} - {"array", "no tensor", "tensor", "whole tensor", "meta", "rude"}
+FLAGS = {*wrong()} - {
+    "array",
+    "no tensor",
+    "tensor",
+    "whole tensor",
+    "meta",
+    "rude",
+    "class",
+    "function",
+    "bytes",
+    *TEXTS,
+}
 UNSET = {"None", "0"}
 CONFIG, STATE = mezzo.ScalingConfig(), LossScale(scale=2.0)
 NUMBERS = {"int", "True", "-1", "0", "nan", "inf"}
@@ -119,10 +130,10 @@ DOORS: dict[str, tuple[Callable[[Any], object], set[str]]] = {
     "autocast(strict)": (lambda v: mezzo.autocast("cpu", strict=v), FLAGS),
     "autocast(cache)": (lambda v: mezzo.autocast("cpu", cache=v), set()),
     "autocast.current(enabled)": (lambda v: mezzo.autocast.current(enabled=v), FLAGS),
-    "custom_fwd": (lambda v: mezzo.custom_fwd(v), {"None", "class", "function"}),
+    "custom_fwd": (lambda v: mezzo.custom_fwd(v), {"None", "function"}),
     "custom_fwd(device_type)": (lambda v: mezzo.custom_fwd(device_type=v), {"None"}),
-    "custom_fwd(cast_inputs)": (lambda v: mezzo.custom_fwd(cast_inputs=v), {"None", "dtype"}),
-    "custom_bwd": (lambda v: mezzo.custom_bwd(v), {"None", "class", "function"}),
+    "custom_fwd(cast_inputs)": (lambda v: mezzo.custom_fwd(cast_inputs=v), {"None"}),
+    "custom_bwd": (lambda v: mezzo.custom_bwd(v), {"None", "function"}),
     "custom_bwd(device_type)": (lambda v: mezzo.custom_bwd(device_type=v), {"None"}),
     "GradScaler(enabled)": (lambda v: mezzo.GradScaler("cpu", enabled=v), FLAGS),
     "GradScaler(min_scale)": (lambda v: mezzo.GradScaler("cpu", min_scale=v), {"int", "0"}),

@@ -193,8 +193,10 @@ def check_given(
 
 
 def as_flag(call: str, name: str, value: object, raising: type[MezzoError] = ConfigError) -> bool:
-    """Return whether a flag from outside is set; an error of `raising` for what has no truth value, as several numbers have none. Syncs: for a tensor."""
+    """Return whether a flag from outside is set; an error of `raising` for what is neither, as text, a function or several numbers. Syncs: for a tensor."""
     try:
+        if isinstance(value, (str, bytes)) or callable(value):
+            raise TypeError
         return bool(value)
     except Exception:
         raise raising(f"{call} was given {kind_of(value)} for {name}; give True or False.") from None

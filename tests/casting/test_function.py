@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from mezzo import Policy, custom_bwd, custom_fwd
 from mezzo.casting import autocast
-from mezzo.errors import RegionError
+from mezzo.errors import RegionError, RegionTypeError
 
 BF16, FP32 = torch.bfloat16, torch.float32
 MEZZO = Policy(compute=BF16, ops="mezzo")
@@ -173,3 +174,15 @@ def test_named_tuples_and_dicts_are_cast(name: str) -> None:
     with autocast("cpu", **REGIONS[name]):
         Add.apply(x, Pair(x, torch.ones(2, dtype=torch.int64)), {"z": x})
     assert seen == [BF16, BF16, torch.int64, BF16]
+
+
+@pytest.mark.parametrize("decorate", [custom_fwd, custom_bwd])
+def test_a_class_is_no_function(decorate: Callable[..., object]) -> None:
+    for given in (decorate, decorate(device_type="cpu")):
+        with pytest.raises(RegionTypeError, match="decorates a function, and was given the class Square"):
+            given(type("Square", (torch.autograd.Function,), {}))  # type: ignore[operator]
+
+
+def test_inputs_are_cast_to_floating_dtypes_alone() -> None:
+    with pytest.raises(RegionTypeError, match=r"was given torch\.int32 for cast_inputs, .*give a floating dtype"):
+        custom_fwd(device_type="cpu", cast_inputs=torch.int32)

@@ -298,6 +298,17 @@ def test_functions_whose_body_runs_later_are_refused() -> None:
             autocast("cpu")(function)
 
 
+def test_a_class_is_refused_since_its_calls_would_run_outside() -> None:
+    with pytest.raises(RegionError, match=r"was put on the class Linear, .*: put it on forward"):
+        autocast("cpu")(nn.Linear)
+
+
+def test_text_and_functions_are_no_flags() -> None:
+    for enabled in ("False", "", b"0", torch.cuda.is_available):
+        with pytest.raises(RegionError, match=r"for enabled; give True or False"):
+            autocast("cpu", enabled=enabled)  # type: ignore[arg-type]
+
+
 def test_enabled_is_read_as_true_or_false() -> None:
     for enabled, dtype in ((None, torch.float32), (0, torch.float32), (1, torch.bfloat16)):
         with autocast("cpu", enabled=enabled):  # type: ignore[arg-type]  # what a config may hold

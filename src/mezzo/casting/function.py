@@ -26,7 +26,7 @@ def _check(call: str, function: object, device_type: str | None) -> None:
     check_given(call, "device_type", device_type, str | None, "a device type such as 'cuda'", RegionTypeError)
     if device_type is not None:
         as_device(device_type)
-    if function is not None and not callable(function):
+    if function is not None and (not callable(function) or isinstance(function, type)):
         raise RegionTypeError(f"{call} decorates a function, and was given {kind_of(function)}.")
 
 
@@ -53,9 +53,12 @@ def custom_fwd(fwd: Any = None, *, device_type: str | None = None, cast_inputs: 
     Source: torch.amp.custom_fwd.
     """
     _check("custom_fwd", fwd, device_type)
-    check_given(
-        "custom_fwd", "cast_inputs", cast_inputs, torch.dtype | None, "a dtype such as torch.float32", RegionTypeError
-    )
+    wanted = "a floating dtype such as torch.float32"
+    check_given("custom_fwd", "cast_inputs", cast_inputs, torch.dtype | None, wanted, RegionTypeError)
+    if cast_inputs is not None and not cast_inputs.is_floating_point:
+        raise RegionTypeError(
+            f"custom_fwd was given {cast_inputs} for cast_inputs, which cuts fractions off; give {wanted}."
+        )
     if fwd is None:
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
 

@@ -218,6 +218,11 @@ class autocast(UnmanagedAutocast):  # the name torch gives it
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Return `function` run inside this region at every call."""
+        if isinstance(function, type):
+            raise RegionTypeError(
+                f"autocast(...) was put on the class {function.__name__}, of which it would cover the making of objects and no call "
+                "of theirs: put it on forward, or on the method that computes."
+            )
         if not callable(function):
             raise RegionTypeError(
                 f"autocast()(func) requires a callable, but got {type(function).__name__}: autocast(...) decorates a "
