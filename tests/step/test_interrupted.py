@@ -20,20 +20,23 @@ from torch import nn
 from torch.autograd import grad_mode
 
 import mezzo
+from mezzo.distributed import rank_consistency
 from mezzo.errors import StepError
 
 SRC = str(Path(mezzo.__file__).parent)
 
 
-def interrupted(call: Callable[[], object], at: int, inside: str = SRC) -> bool:
-    """Run a call and raise KeyboardInterrupt at the start of one of the lines of mezzo, or of other files, counted from 0; return whether it got so far."""
+def interrupted(
+    call: Callable[[], object], at: int, inside: str = SRC, by: type[BaseException] = KeyboardInterrupt
+) -> bool:
+    """Run a call and raise an error at the start of one of the lines of mezzo, or of other files, counted from 0; return whether it came out."""
     left = [at]
 
     def on_line(frame: FrameType, event: str, _: object) -> Any:
         if event == "line":
             left[0] -= 1
             if left[0] == -1:
-                raise KeyboardInterrupt
+                raise by("at a line")
         return on_line
 
     def on_call(frame: FrameType, *_: object) -> Any:
@@ -43,7 +46,7 @@ def interrupted(call: Callable[[], object], at: int, inside: str = SRC) -> bool:
     sys.settrace(on_call)
     try:
         call()
-    except KeyboardInterrupt:
+    except by:
         return True
     finally:
         sys.settrace(before)
@@ -267,3 +270,26 @@ def test_a_step_that_is_interrupted_anywhere_gives_back_what_it_took(kind: Any, 
         assert not {"found_inf", "grad_scale"} & vars(getattr(one, "inner", nn.Module())).keys(), at
         at += 1
     assert at > 5
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16-master"])
+def test_a_look_that_finds_no_memory_costs_no_step(policy: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The checksums of both looks at a step, before and after its update, find none; a healthy run goes on, and says so."""
+    found: set[str] = set()
+    at = 0
+    while True:
+        amp, twin = prepared("AdamW", policy), prepared("AdamW", policy)
+        x, y = batch()
+        for one in (amp, twin):
+            one.backward(mse(one.model(x), y))
+        twin.step()
+        caplog.clear()
+        assert not interrupted(amp.step, at, rank_consistency.__file__, torch.OutOfMemoryError), at
+        assert_same(everything(amp), everything(twin))
+        if not caplog.messages:
+            break
+        found.update(caplog.messages)
+        at += 2
+    assert at > 10 and found == {
+        "memory ran out in the look at step 1 (guard.check_every), which is left out: at a line. The step itself lacks nothing."
+    }

@@ -24,7 +24,7 @@ from .buffers import Buffers
 from .foreign_scaler import refuse_stranger
 from .grad_passes import GradStats
 from .gradients import NOTHING, Gradients, OptimizerGrads
-from .invariants import ALWAYS, Invariants, look
+from .invariants import ALWAYS, Invariants, look, looked
 from .leftovers import refuse_repeated
 from .load_hooks import LoadHooks
 from .ranks import copied_tensors, setup_of, warn_alone, wrapper_around, wrapper_of
@@ -262,7 +262,7 @@ class Engine:
         by_device = is_healthy or all([decides_on_device(one.optimizer) for one in grads])
         by_host = bool(self.callbacks) or not by_device
         skipped = flags.skipped if flags.is_known else result.flags().skipped if by_host else None
-        before = look(grads) if self._is_due and not self.is_captured else None
+        before = looked(look, self.num_steps + 1, grads) if self._is_due and not self.is_captured else None
         if before is not None and self.consensus is not None and self.consensus.has_parts:
             before.raw_square = None  # the norm of the step is that of all ranks
         pending, self.is_stepping = self.gradients.pending, True
@@ -278,8 +278,8 @@ class Engine:
         if before is not None:
             self.check()
             warn_of_replaced(self.root)
-            rate_to_blame = self.recovery.rate_to_blame
-            self._invariants.check(before, grads, result.flags(), self.num_steps, self.report, rate_to_blame)
+            flags, step, rate_to_blame = result.flags(), self.num_steps, self.recovery.rate_to_blame
+            looked(self._invariants.check, step, before, grads, flags, step, self.report, rate_to_blame)
         return result
 
     def announce(self, optimizer: Optimizer | None, clip: Clip) -> None:

@@ -6,14 +6,14 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ..distributed import checksum
-from ..errors import InvariantError, listed
+from ..errors import InvariantError, first_line, is_out_of_memory, listed
 from ..formats import widest
 from ..kernels import AUX_STATE, CHUNK, chunks, is_dtensor, local, read_master, values
 from ..loss_scale import say_hooked
@@ -22,6 +22,7 @@ from .gradients import OptimizerGrads
 from .report import StateReport, refuse_differing
 from .result import StepFlags
 
+P, T = ParamSpec("P"), TypeVar("T")
 _log = logging.getLogger("mezzo.step")
 
 ALWAYS = 3
@@ -73,6 +74,18 @@ def look(grads: Sequence[OptimizerGrads]) -> Before:
             if not keeps_masters(optimizer) or optimizer.aux_state(p)[0] != "stochastic"  # which loses none on average
         },
     )
+
+
+def looked(find: Callable[P, T], step: int, *args: P.args, **kwargs: P.kwargs) -> T | None:
+    """Return what one of the looks at a step finds; None where memory runs out, which is said and costs no step."""
+    try:
+        return find(*args, **kwargs)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        said = "memory ran out in the look at step %d (guard.check_every), which is left out: %s. The step itself lacks nothing."
+        _log.warning(said, step, first_line(error))
+        return None
 
 
 class Invariants:
