@@ -374,9 +374,7 @@ def dynamo_skip_frame(function: Function) -> Function:
     Where the model breaks the graph inside a region, torch.compile runs the frame with the region as it is and goes on
     to compile every Python function that is called in it, `__enter__` among them. What such a graph writes into torch's
     state is put back when it ends (torch 2.13), so the region would be left again before the model ran, and the model
-    would run in fp32 without a word.
-
-    Writes: a mark on the function's code. Does not import the compiler.
+    would run in fp32 without a word. Writes: a mark on the function's code. Does not import the compiler.
     """
     eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
     return function
@@ -398,14 +396,15 @@ def dynamo_skip_alone(function: Function) -> Function:
     return function
 
 
-def dynamo_pass_through(function: Function) -> Function:
-    """Skip alone what calls the forwards of all models in their regions, which torch 2.11 traces nowhere.
+def dynamo_disable(function: Function) -> Function:
+    """Do what `torch.compiler.disable` does, without importing the compiler: the function runs as it is, and breaks the graph around it."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # the mark torch._dynamo looks for
+    return dynamo_skip_frame(function)
 
-    The compiler gives up a code that it compiled eight times, with all that it calls (`torch._dynamo.config.recompile_limit`).
-    """
-    if not _TRACES_REGIONS:
-        function._torchdynamo_disable = True  # type: ignore[attr-defined]  # the mark torch._dynamo looks for
-    return dynamo_skip_alone(function)
+
+def dynamo_pass_through(function: Function) -> Function:
+    """Skip alone what calls the forwards of all models, since a code that was compiled eight times is given up; torch 2.11 traces none in its region."""
+    return dynamo_skip_alone(function if _TRACES_REGIONS else dynamo_disable(function))
 
 
 if TYPE_CHECKING:

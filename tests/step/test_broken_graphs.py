@@ -64,3 +64,32 @@ def test_a_compiled_model_that_breaks_the_graph_runs_as_in_eager(policy: str, st
         # The compiler sums and rounds in an order of its own.
         bound = 2 * torch.finfo(torch.bfloat16).eps * theirs.abs().max().float()
         assert (mine.float() - theirs.float()).abs().max() <= bound
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16-master"])
+def test_a_compiled_loop_compiles_the_model_and_takes_the_steps_of_eager(policy: str) -> None:
+    """Traced, a step would become dozens of graphs, and update by the reference in place of the kernels."""
+    weights, graphs = [], []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    for is_compiled in (False, True):
+        torch._dynamo.reset()
+        torch.default_generator.manual_seed(0)
+        net, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(4, 8)
+        amp = mezzo.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.01), policy)
+
+        def train(x: Tensor, amp: mezzo.Stepper = amp) -> None:
+            amp.zero_grad()
+            amp.backward(amp.model(x).square().mean())
+            amp.step(max_norm=1.0)
+
+        step = torch.compile(train, backend=backend) if is_compiled else train
+        for _ in range(4):
+            step(x)
+        assert amp.counters().applied == 4
+        weights.append([p.detach().clone() for p in net.parameters()])
+    assert len(graphs) == 1
+    assert all(map(torch.equal, *weights))

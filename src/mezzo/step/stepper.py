@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .._torch import dynamo_disable
 from ..errors import StepAttributeError, StepError, StepTypeError, as_flag, did_you_mean, kind_of, misfit_of, shown
 from ..optim import stepped_optimizer
 from .capture import CapturedStep, P, R
@@ -30,9 +31,13 @@ _NO_CLIP = Clip()
 def answers_misfits(
     call: str, words: Mapping[str, str | Callable[[Any], str]]
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Have calls that do not fit a function's arguments told what to write, by a StepTypeError in place of Python's TypeError; see `misfit_of`."""
+    """Have calls that do not fit a function's arguments told what to write, by a StepTypeError in place of Python's TypeError; see `misfit_of`.
+
+    A compiled training loop calls them as they are: traced, they would be compiled line by line, and step by the reference.
+    """
 
     def answers(function: Callable[P, R]) -> Callable[P, R]:
+        @dynamo_disable
         @wraps(function)
         def called(*args: P.args, **kwargs: P.kwargs) -> R:
             try:
