@@ -22,7 +22,8 @@ from .gradients import OptimizerGrads
 from .report import StateReport, refuse_differing
 from .result import StepFlags
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 _log = logging.getLogger("mezzo.step")
 
 ALWAYS = 3
