@@ -217,3 +217,9 @@ def test_the_three_forms(tmp_path: Path) -> None:
     page = report.to_html(tmp_path / "compare.html").read_text(encoding="utf-8")
     assert page.count("<svg ") == 2 and "layers.1.inner" in page and report.proposals[0].edit in page
     assert isinstance(report.measurement.outputs, Agreement)
+
+
+def test_gradients_that_fit_without_a_loss_scale_alone_are_compared_so() -> None:
+    x = torch.ones(4000, 8) / 2  # the gradient of the bias is 60000
+    found = diagnose.compare(nn.Linear(8, 4), x, lambda m, x: (m(x) * 15).sum(), "fp16", tries=0)
+    assert found.measurement.scale == 1 and found.measurement.gradients.total > 40
