@@ -98,3 +98,19 @@ def test_library_models_are_clean(name: str, policy: str) -> None:
         batch = {"input_ids": ids, "labels": ids}
     report = diagnose.lint(model, batch, lambda m, b: m(**b).loss.float(), policy)
     assert rules(report) == [], report
+
+
+@pytest.mark.parametrize("factor", [1e-6, 1.0, 1e6])
+def test_the_scale_that_lint_multiplies_a_16_bit_loss_by_is_no_constant_of_the_program(factor: float) -> None:
+    report = diagnose.lint(nn.Linear(8, 4), torch.ones(8, 8), lambda m, x: (m(x).sum() * factor).half(), "fp16")
+    assert rules(report) == ["loss-in-16-bit"]
+    assert ("Faulty: overflow in to, forward" in str(report)) == (factor > 1)
+
+
+def test_a_broken_rule_does_not_hide_what_made_the_step_faulty() -> None:
+    class Net(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.normalize(super().forward(x), dim=-1) * 3e4 * 4
+
+    report = diagnose.lint(Net(8, 4), torch.randn(8, 8), policy="fp16, output=none")
+    assert rules(report) == ["constant-lost"] and "Faulty: overflow in mul" in str(report).replace("\n", " ")

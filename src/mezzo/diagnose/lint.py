@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..errors import plural
 from ..policy import PolicyLike, as_policy
@@ -36,7 +37,8 @@ class LintReport(Report):
         count = len(self.warnings)
         passes = "forward and backward" if self.has_backward else "forward"
         clean = f"Clean: {self.ops:,} ops of one {passes} pass broke no lint rule."
-        verdict = f"{count} {plural('lint rule', count)} broken." if count else self.flaw or clean
+        broken = f"{count} {plural('lint rule', count)} broken."
+        verdict = " ".join(filter(None, (broken * bool(count), self.flaw))) or clean
         under_policy = f" under {self.policy}" if self.policy else ""
         blocks: list[Block] = []
         for warning in self.warnings:
@@ -55,6 +57,14 @@ def lint_blocks(warning: LintWarning) -> list[Block]:
     where = f" {short_line(site.frame)}".rstrip()
     pairs = (("why", warning.why), *line_pairs(site.frame, site.library), ("instead", warning.advice))
     return [Heading(text=f"{warning.lint.rule}:{where}, module {site.path}"), Pairs(pairs=pairs)]
+
+
+def _fitting(scale: float, loss: Tensor) -> float:
+    """Halve a loss scale until it and the loss times it fit the loss's format, as a scaler would. Syncs: yes."""
+    size, most = max(1.0, abs(float(loss.detach()))), torch.finfo(loss.dtype).max
+    while scale > 1 and not size * scale <= most:
+        scale /= 2
+    return scale
 
 
 def lint(model: nn.Module, batch: Any, loss_fn: LossFn | None = None, policy: PolicyLike | None = None) -> LintReport:
@@ -86,10 +96,11 @@ def lint(model: nn.Module, batch: Any, loss_fn: LossFn | None = None, policy: Po
         trace = Trace(runnable, of_risks=True)
         with trace:
             loss = loss_of(runnable, batch, loss_fn)
-            backward(loss, scale_of(chosen, device_of(model)))
+            scale = scale_of(chosen, device_of(model))
+            backward(loss, _fitting(scale, loss))
     found = trace.report
     # without a policy, the caller's scaler is not known here
-    lints = [x for x in found.record.lints if chosen is not None or x.rule != "no-loss-scale"]
+    lints = [x for x in found.record.lints if x.rule != "no-loss-scale" or (chosen is not None and scale == 1)]
     # without weights there is nothing that could go backward
     is_told = found.faults or (found.unseen and any(True for _ in model.parameters()))
     return LintReport(
