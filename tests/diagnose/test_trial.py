@@ -216,3 +216,13 @@ def test_what_is_sound_runs() -> None:
     assert diagnose.compare(model(), BATCH, None, "bf16", tries=np.int64(0)).proposals == ()  # type: ignore[arg-type]
     assert diagnose.explain(model(), BATCH, "bf16", budget_s=np.float32(0)).policy_s == 0.0  # type: ignore[arg-type]
     assert diagnose.lint(nn.Bilinear(8, 8, 2), (BATCH, BATCH), lambda model, batch: model(*batch).sum()).is_healthy
+
+
+@pytest.mark.parametrize("name", ["compare", "explain", "lint"])
+def test_a_loss_of_another_model_than_the_one_it_is_given_is_refused(name: str) -> None:
+    model = nn.Linear(8, 4)
+    with pytest.raises(
+        ConfigError, match=r"loss_fn\(model, batch\) went through a model of its caller's.*lambda model, batch"
+    ):
+        RUNS[name](model, BATCH, loss_fn=lambda _, batch: model(batch).mean())
+    assert model.weight.grad is None

@@ -97,7 +97,7 @@ def backward(loss: Tensor, scale: float) -> None:
 
 @contextmanager
 def bind_copy(model: nn.Module, policy: Policy | None) -> Iterator[nn.Module]:
-    """Yield the model bound to a policy, a prepared copy, or itself where there is no policy; it is left as it was. Raises: PolicyError: they do not fit."""
+    """Yield the model bound to a policy, a prepared copy, or itself where there is no policy; it is left as it was. Raises: PolicyError: they do not fit; ConfigError: the block went backward through the model in place of the copy."""
     with preserve_state(model):
         if policy is None:
             yield model
@@ -105,6 +105,12 @@ def bind_copy(model: nn.Module, policy: Policy | None) -> Iterator[nn.Module]:
         bound = copy.deepcopy(model)
         prepare(bound, None, policy)
         yield bound
+        went = [any(p.grad is not None for p in one.parameters()) for one in (model, bound)]
+        if went == [True, False]:
+            raise ConfigError(
+                "loss_fn(model, batch) went through a model of its caller's, not through the one it is given, a copy bound to the policy, "
+                "so nothing is known of that. Write it with the name of its first argument, as in lambda model, batch: model(batch).mean()."
+            )
 
 
 def cover(amp: Stepper, **covers: Callable[..., Any]) -> Callable[[], None]:
