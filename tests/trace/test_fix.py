@@ -122,3 +122,42 @@ def test_a_singular_matrix_is_told_so() -> None:
     with diagnose.trace() as t:
         torch.linalg.slogdet(2 * weight)[1].backward()
     assert "multiple of the identity" in t.report.findings[0].fix.advice
+
+
+@pytest.mark.parametrize(("dtype", "policy"), [(torch.float16, "fp16-master"), (torch.bfloat16, "bf16-master")])
+def test_the_masters_that_an_optimizer_without_eps_is_told_to_keep_train(dtype: torch.dtype, policy: str) -> None:
+    def step(policy: str = "") -> nn.Linear:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2).to(dtype)
+        optimizer = torch.optim.Adam(model.parameters(), eps=0 if not policy else 1e-8)
+        loss = model(torch.zeros(3, 4, dtype=dtype)).float().square().mean()
+        if policy:
+            amp = prepare(model, optimizer, policy=policy)
+            amp.backward(loss)
+            assert amp.step().applied
+        else:
+            loss.backward()
+            optimizer.step()
+        return model
+
+    with diagnose.trace() as t:
+        step()
+    advice = t.report.findings[0].fix.advice
+    assert f"({policy} as the policy)" in advice
+    assert all(p.isfinite().all() for p in step(policy).parameters())
+
+
+def test_a_certainty_that_16_bit_rounds_is_named_with_what_computes_it_whole() -> None:
+    layer = nn.Linear(8, 4)
+    with diagnose.trace() as t, torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.log(1 - (layer(torch.randn(8, 8)) + 7).sigmoid()).mean().backward()
+    assert t.report.findings[0].verdict == "underflow"
+    assert "or better logsigmoid, or binary_cross_entropy_with_logits" in t.report.findings[0].fix.advice
+
+
+@pytest.mark.filterwarnings("ignore:std")
+def test_the_spread_of_one_number_is_left_out_or_gets_more() -> None:
+    layer = nn.Linear(8, 4)
+    with diagnose.trace() as t:
+        (layer(torch.randn(1, 8)) / (layer(torch.randn(1, 8)).std(0) + 1e-5)).sum().backward()
+    assert "give std more than one number" in t.report.findings[0].fix.advice

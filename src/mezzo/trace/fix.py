@@ -49,7 +49,7 @@ def _edits(sites: Iterable[Site]) -> str:
 _CONSTANT = "what it normalises together is all the same, so its variance is 0, and eps is 0 too: give the layer an eps, for example 1e-5"
 _SINGULAR = {
     "pow": "bound the base away from 0: x.clamp(min={eps:g}).pow(p)",
-    "std": "a spread of 0 or of a single number has no finite result or derivative; add eps before the root",
+    "std": "the spread of a single number is 0/0: give std more than one number, or leave out what divides by it",
     "var": "the variance of a single number is 0/0; use unbiased=False or more samples",
     "linalg_vector_norm": "the norm of a zero vector has no derivative: sqrt(x.square().sum() + {square:g})",
     "hypot": "it has no derivative at (0, 0): sqrt(x * x + y * y + {square:g})",
@@ -136,9 +136,12 @@ def _fix_out_of_reach(event: Event) -> Fix:
         return Fix(advice=f"no rule reaches the program's own lines in backward: write .float() there before {event.site.op}, or bound "
                     "what it is given.")  # fmt: skip
     name = "the value" if first.op == "to" else f"what {first.op} is given"
-    better = f"; or better {event.fused}" if event.fused else ""
     return Fix(advice=f"no rule reaches what stands outside of models and regions: write .float() on {name} at {first.frame}, or "
-                f"bound the argument of {event.site.op}{better}.")  # fmt: skip
+                f"bound the argument of {event.site.op}{_fused(event)}.")  # fmt: skip
+
+
+def _fused(event: Event) -> str:
+    return event.fused and f", or better {event.fused}"
 
 
 def _fix_update(event: Event) -> Fix:
@@ -146,7 +149,7 @@ def _fix_update(event: Event) -> Fix:
     dtype = event.outputs[0].dtype
     if dtype in LOW_NAMES:
         return Fix(advice=f"the optimizer computes in {dtype}, the format of its weights, where its eps is 0: keep the "
-                    "weights in fp32, or let mezzo.optim keep masters (params and master=split in the policy).")  # fmt: skip
+                    f"weights in fp32, or let mezzo.optim keep masters ({dtype}-master as the policy).")  # fmt: skip
     return Fix(advice="give the optimizer an eps above 0, for example eps=1e-8.")
 
 
@@ -213,7 +216,7 @@ def _fix_underflow(event: Event) -> Fix:
         return Fix(edit=edit if tried else "", advice=advice, tried=tried)
     if flush is not None:
         facts, constant = format_of(parse_dtype(flush.dtype)), flush.constant
-        advice = f"or bound the result of {flush.site.op} away from 0."
+        advice = f"or bound the result of {flush.site.op} away from 0{_fused(event)}."
         if constant is not None:
             advice = f"or write a constant of at least {number(facts.tiny)}, the smallest normal {flush.dtype}."
         is_quotient = constant is None and event.site.op == "div"  # the gradient of what is divided is divided too
@@ -239,7 +242,7 @@ def _fix_singularity(event: Event) -> Fix:
         is_root = event.site.op == "sqrt" and event.site.phase == "backward" and not event.site.is_own
         reason = "its derivative at 0 is infinite: " if is_root else ""
         return Fix(
-            advice=f"{reason}write {event.replacement}{event.fused and f', or better {event.fused}'}{_cancelled(event)}.",
+            advice=f"{reason}write {event.replacement}{_fused(event)}{_cancelled(event)}.",
             tried=f"{event.replacement} on these values: finite, and so are its gradients",
         )
     return Fix(advice=_singular_advice(event))
