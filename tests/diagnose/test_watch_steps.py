@@ -33,6 +33,48 @@ def test_steps_that_move_nothing_are_no_health() -> None:
     assert any("100% of its updates are rounded away" in text for text in report.warnings)
 
 
+def test_the_masters_that_are_named_fit_the_weights() -> None:
+    assert any("Keep masters (bf16-master), or raise the rate." in text for text in unprepared(lr=1e-5).warnings)
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-12)
+    with diagnose.watch(model, every=1) as w:
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(16, 8)).mean().backward()
+            optimizer.step()
+    assert w.report.idle == 4 and "spacing of the weights. Raise the rate." in w.report.warnings[0]
+
+
+@pytest.mark.parametrize("clear", [lambda m: [p.grad.zero_() for p in m.parameters()], lambda m: m.zero_grad()])
+def test_gradients_that_are_gone_before_the_step_are_not_called_rounded_away(
+    clear: Callable[[nn.Module], object],
+) -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with diagnose.watch(model, every=1) as w:
+        for _ in range(4):
+            model(torch.randn(16, 8)).mean().backward()
+            clear(model)
+            optimizer.step()
+    assert (w.report.cleared, w.report.idle) == (4, 0)
+    [text] = w.report.warnings
+    assert text.startswith(
+        "in 4 of 4 sampled steps the gradients were 0 when the optimizer took them, and not after backward"
+    )
+
+
+def test_steps_skipped_for_what_no_scale_repairs_are_no_health() -> None:
+    model = nn.Linear(8, 8)
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), policy="bf16")
+    with diagnose.watch(amp, every=1) as w:
+        for factor in (1.0, 1.0, float("nan"), 1.0):
+            amp.zero_grad()
+            amp.backward(model(torch.randn(16, 8)).float().mean() * factor)
+            amp.step()
+    [text] = w.report.warnings
+    assert text.startswith("1 of 4 steps were skipped for a loss, a buffer or gradients at scale 1 that are inf or NaN")
+
+
 def test_a_rate_of_0_is_meant() -> None:
     report = unprepared(lr=0.0)
     assert (report.idle, report.sampled) == (0, 0)

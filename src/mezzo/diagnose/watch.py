@@ -45,10 +45,11 @@ class Watch(AbstractContextManager["Watch"]):
         self._first_gradient, self._first_weight = len(self._leaves), len(self._leaves) + count
         self._rows = SampledRows(self._first_weight + count, width, device)
         self._moved = torch.zeros(2, count, dtype=torch.int64, device=device)
-        # of a sampled step: by parameter, samples with a gradient, and those that did not move; whether some gradient was not 0, and
-        # whether there was one and nothing moved; whether it had a rate; whether it was taken, None where its result tells
+        self._cleared = torch.zeros(count, dtype=torch.bool, device=device)
+        # of a sampled step: by parameter, samples with a gradient, and those that did not move; whether some gradient was not 0, whether
+        # it was 0 before the step, whether there was one and nothing moved; whether it had a rate; whether it was taken, None where its result tells
         self._sampled: dict[int, tuple[Tensor, Tensor, Tensor, Tensor | None]] = {}
-        self._num_sampled = self._num_idle = self._num_zero = self._num_still = 0
+        self._num_sampled = self._num_idle = self._num_zero = self._num_cleared = self._num_still = 0
         self._steps: list[StepRecord] = []
         self._unread: list[tuple[int, StepResult, list[Tensor]]] = []
         self._losses: list[Tensor] = []
@@ -166,10 +167,14 @@ class Watch(AbstractContextManager["Watch"]):
         return out
 
     def _sample_before(self, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[Tensor, list[Tensor | None]]:
-        """Sample weights, and what gradients the optimizers are to step that no backward pass has shown."""
-        for row in map(self._first_gradient.__add__, self._rows_of(optimizers)):
-            if not self._rows.is_holding(row, row + 1):
-                self._put(row, self._parameters[row - self._first_gradient][1].grad)
+        """Sample weights, what gradients the optimizers are to step that no backward pass has shown, and which of the others are 0 by now."""
+        self._cleared.zero_()
+        for row in self._rows_of(optimizers):
+            grad, of_all = self._parameters[row][1].grad, self._first_gradient + row
+            if not self._rows.is_holding(of_all, of_all + 1):
+                self._put(of_all, grad)
+            elif grad is None or grad.layout is torch.strided:
+                self._cleared[row] = True if grad is None else (spaced(grad, self._rows.values.shape[1]) == 0).all()
         return self._sample_weights(), [self._sample_aux(p) for _, p in self._parameters]
 
     def _sample_aux(self, parameter: Tensor) -> Tensor | None:
@@ -181,12 +186,8 @@ class Watch(AbstractContextManager["Watch"]):
     def _rows_of(self, optimizers: Sequence[torch.optim.Optimizer], *, moving: bool = False) -> list[int]:
         """Return the rows of the optimizers' parameters, or of those whose rate is not 0; one on a device is not read. Host only."""
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        owned = {
-            id(p)
-            for g in groups
-            if not moving or isinstance(g.get("lr"), Tensor) or g.get("lr", 1)
-            for p in g["params"]
-        }
+        rated = [g for g in groups if not moving or isinstance(g.get("lr"), Tensor) or g.get("lr", 1)]
+        owned = {id(p) for group in rated for p in group["params"]}
         return [row for row, (_, p) in enumerate(self._parameters) if id(p) in owned]
 
     def _sample_weights(self) -> Tensor:
@@ -208,19 +209,19 @@ class Watch(AbstractContextManager["Watch"]):
             moved[row, : sample.numel()] = sample != weights[row, : sample.numel()]
             if (
                 id(parameter) in self._masters
-            ):  # without aux state it is new, or rounded stochastically, which loses none on average
+            ):  # without aux state new, or rounded at random, which loses none on average
                 moved[row, : sample.numel()] |= True if aux is None or now is None else now != aux
-        gradients, stepped = (
-            slice(self._first_gradient, self._first_weight),
-            set(self._rows_of(optimizers, moving=True)),
-        )
+        gradients = slice(self._first_gradient, self._first_weight)
+        stepped = set(self._rows_of(optimizers, moving=True))
         meant = self._rows.values[gradients] != 0
         has_gradient = meant.any() | (not self._rows.is_holding(gradients.start, gradients.stop))
         # values of a sparse gradient stand at other places than those of the weight
         dense = [p.grad is None or p.grad.layout is torch.strided for _, p in self._parameters]
         meant &= self._column([row in stepped and dense[row] for row in range(len(dense))])
+        was_meant = meant.any()
+        meant &= ~self._cleared[:, None]
         counts = torch.stack([meant.sum(1), (meant & ~moved).sum(1)])
-        flags = torch.stack([has_gradient, meant.any() & ~moved.any()])
+        flags = torch.stack([has_gradient, was_meant & ~meant.any(), meant.any() & ~moved.any()])
         self._sampled[self._seen] = counts, flags, _has_rate(optimizers), taken
         self._rows.count()
         if len(self._sampled) >= _KEPT_RESULTS:
@@ -238,10 +239,11 @@ class Watch(AbstractContextManager["Watch"]):
             if not bool(rate):  # moves nothing, and is meant: a warm-up may begin so
                 self._num_still += 1
                 continue
-            has_gradient, is_idle = flags.tolist()
+            has_gradient, is_cleared, is_idle = flags.tolist()
             self._moved += counts
             self._num_sampled += 1
             self._num_zero += not has_gradient
+            self._num_cleared += is_cleared
             self._num_idle += is_idle
         self._sampled.clear()
 
@@ -289,9 +291,13 @@ class Watch(AbstractContextManager["Watch"]):
             sampled=self._num_sampled,
             idle=self._num_idle,
             zero=self._num_zero,
+            cleared=self._num_cleared,
             still=self._num_still,
             dead=self._dead(histograms),
             states=tuple(n for n, b in buffers.items() if n in self._states and not self._states[n].is_current(b)),
+            masters=next(
+                (f"{dtype_name(d)}-master" for d in LOW_DTYPES if any(p.dtype == d for _, p in self._parameters)), ""
+            ),
             unreached=tuple(n for i, (n, _) in enumerate(self._parameters) if not gradients[i]),
         )
 

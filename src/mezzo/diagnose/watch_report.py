@@ -81,10 +81,12 @@ class WatchReport(Report):
         sampled: sampled steps that were taken.
         idle: those of them that moved no sampled weight, nor master, although there were gradients.
         zero: those of them in which every sampled gradient was 0.
+        cleared: those of them in which they were 0 before the optimizer took them, and not after backward.
         still: further sampled steps, which were taken at a learning rate of 0.
         dead: weights whose every sampled gradient was 0.
         unreached: parameters that had no gradient in any sampled step.
         states: 16-bit buffers that the run wrote, whose updates a watch does not look at.
+        masters: policy that keeps what the 16-bit weights lose; empty where none is 16 bit.
     """
 
     model: str
@@ -99,10 +101,12 @@ class WatchReport(Report):
     sampled: int = 0
     idle: int = 0
     zero: int = 0
+    cleared: int = 0
     still: int = 0
     dead: tuple[str, ...] = ()
     unreached: tuple[str, ...] = ()
     states: tuple[str, ...] = ()
+    masters: str = ""
 
     @property
     def skipped(self) -> int:
@@ -148,6 +152,11 @@ class WatchReport(Report):
         return tuple(texts)
 
     def _of_steps(self) -> Iterator[str]:
+        if told := sum(not s.applied and (s.reason != "gradients" or s.scale <= 1) for s in self.steps):
+            yield (
+                f"{told} of {self.num_steps} steps were skipped for a loss, a buffer or gradients at scale 1 that are inf or NaN, which no loss scale "
+                "repairs: mezzo.diagnose.trace names the op."
+            )
         if self.skipped > _SKIPS and self.skipped > _SKIPPED_SHARE * self.num_steps:
             reason = next(s.reason for s in reversed(self.steps) if not s.applied)
             yield f"{self.skipped} of {self.num_steps} steps were skipped; the last because of: {reason}."
@@ -163,10 +172,15 @@ class WatchReport(Report):
             )
         if self.still >= _LEAST_STILL and not self.sampled:
             yield f"the learning rate was 0 in all {self.still} sampled steps: no weight moved. Print what the schedule gives."
+        if self.cleared:
+            yield (
+                f"in {self.cleared} of {self.sampled} sampled steps the gradients were 0 when the optimizer took them, and not after backward: cleared "
+                "before the step, clipped to a norm that is inf, or divided until 16 bit flushed them."
+            )
         if self.idle:
             yield (
                 f"{self.idle} of {self.sampled} sampled steps moved no sampled weight: the updates are smaller than half the "
-                "spacing of the weights. Raise the rate, or keep masters of 16-bit weights (master=split)."
+                f"spacing of the weights. {f'Keep masters ({self.masters}), or raise' if self.masters else 'Raise'} the rate."
             )
 
     def _scale_in_words(self) -> str:
