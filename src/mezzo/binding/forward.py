@@ -329,13 +329,18 @@ def _close(module: nn.Module, out: Any, dtype: torch.dtype | None, after: AfterF
     return out
 
 
-@functools.cache
+_classes: dict[tuple[type[nn.Module], str, Precision], type[nn.Module]] = {}
+
+
 def bound_class(original: type[nn.Module], traced_key: str, rule: Precision) -> type[nn.Module]:
     """Return the subclass whose forward enters the region of an instance's record; without one it behaves as `original`.
 
     In regions of `traced_key` a compiler traces the forward with its rule, and guards on the class alone: see `Bound`.
     """
-    return _make_class(original, original.forward, traced_key, rule)
+    key = original, traced_key, rule
+    if key not in _classes:
+        _classes[key] = _make_class(original, original.forward, traced_key, rule)
+    return _classes[key]
 
 
 def _make_class(

@@ -295,11 +295,12 @@ class Watch(AbstractContextManager["Watch"]):
             still=self._num_still,
             dead=self._dead(histograms),
             states=tuple(n for n, b in buffers.items() if n in self._states and not self._states[n].is_current(b)),
-            masters=next(
-                (f"{dtype_name(d)}-master" for d in LOW_DTYPES if any(p.dtype == d for _, p in self._parameters)), ""
-            ),
+            masters=next((f"{dtype_name(d)}-master" for d in LOW_DTYPES if d in self._bare_dtypes()), ""),
             unreached=tuple(n for i, (n, _) in enumerate(self._parameters) if not gradients[i]),
         )
+
+    def _bare_dtypes(self) -> set[torch.dtype]:
+        return {p.dtype for _, p in self._parameters if id(p) not in self._masters}
 
     def _tensors(self, histograms: Sequence[Histogram]) -> tuple[TensorRecord, ...]:
         """Return what was sampled of each tensor; of a weight, how many of its updates were lost. Syncs: yes."""

@@ -86,7 +86,7 @@ class WatchReport(Report):
         dead: weights whose every sampled gradient was 0.
         unreached: parameters that had no gradient in any sampled step.
         states: 16-bit buffers that the run wrote, whose updates a watch does not look at.
-        masters: policy that keeps what the 16-bit weights lose; empty where none is 16 bit.
+        masters: policy that keeps what 16-bit weights without a master lose; empty where all have one.
     """
 
     model: str
