@@ -329,23 +329,13 @@ def _close(module: nn.Module, out: Any, dtype: torch.dtype | None, after: AfterF
     return out
 
 
-_classes: dict[tuple[type[nn.Module], str, Precision], type[nn.Module]] = {}
-
-
+@functools.cache
 def bound_class(original: type[nn.Module], traced_key: str, rule: Precision) -> type[nn.Module]:
     """Return the subclass whose forward enters the region of an instance's record; without one it behaves as `original`.
 
     In regions of `traced_key` a compiler traces the forward with its rule, and guards on the class alone: see `Bound`.
     """
-    key = original, traced_key, rule
-    if key not in _classes:
-        _classes[key] = _make_class(original, original.forward, traced_key, rule)
-    return _classes[key]
-
-
-def _make_class(
-    original: type[nn.Module], written: Callable[..., Any], traced_key: str, rule: Precision
-) -> type[nn.Module]:
+    written: Callable[..., Any] = original.forward
     run_in_one_graph: Forward = dynamo_count_apart(lambda run, *args: run(*args))
 
     @dynamo_skip_alone
@@ -395,7 +385,7 @@ def _leaves_dtypes(module: nn.Module, function: Callable[[Tensor], Tensor], *_: 
 
 
 def _new_bound(original: type[nn.Module], traced_key: str = "", rule: Precision = None) -> nn.Module:
-    subclass = bound_class(original, traced_key, rule)
+    subclass = bound_class(original, traced_key, rule)  # type: ignore[arg-type]  # a class has the hash of all classes
     return subclass.__new__(subclass)
 
 
