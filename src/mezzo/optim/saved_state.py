@@ -241,7 +241,9 @@ def _check_torch(
         step = torch.no_grad()(partial(inspect.unwrap(kind.step), probe))  # unwrapped: hooks see no step of the run
         step()
         for counts in {tuple((k, number_of(e[k])) for k in sorted(_COUNTS & e.keys())) for e in entries.values()}:
-            probe.state[param].update((name, torch.tensor(float(count))) for name, count in counts)
+            probe.state[param].update(
+                (name, torch.tensor(float(count), dtype=torch.float32, device="cpu")) for name, count in counts
+            )
             step()
     except Exception as error:
         refuse(f"{part}.param_groups", f"{what}: {first_line(error)}")
