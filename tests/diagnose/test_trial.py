@@ -13,10 +13,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader
 
 import mezzo
 from mezzo import diagnose
+from mezzo.diagnose.trial import bind_copy
 from mezzo.errors import ConfigError, DataError, RegionError, StepError
 
 BATCH = torch.ones(4, 8)
@@ -226,3 +228,43 @@ def test_a_loss_of_another_model_than_the_one_it_is_given_is_refused(name: str) 
     ):
         RUNS[name](model, BATCH, loss_fn=lambda _, batch: model(batch).mean())
     assert model.weight.grad is None
+
+
+def pruned() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    prune.l1_unstructured(model[0], "weight", 0.3)
+    return model
+
+
+class Remembers(nn.Linear):
+    """Keeps what it computed, plainly and deeper in what it holds."""
+
+    last: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = super().forward(x)
+        self.seen = {"losses": [self.last.mean()]}
+        return self.last
+
+
+def remembers() -> nn.Module:
+    model = Remembers(8, 3)
+    model(BATCH)
+    return model
+
+
+@pytest.mark.parametrize("name", sorted(RUNS))
+@pytest.mark.parametrize("build", [pruned, remembers])
+def test_a_model_that_keeps_computed_tensors_is_looked_at(name: str, build: Callable[[], nn.Module]) -> None:
+    model = build()
+    kept = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+    assert str(RUNS[name](model, BATCH))
+    assert all(module.weight is kept.pop(0) for module in model.modules() if isinstance(module, nn.Linear))
+    model(BATCH).sum().backward()
+
+
+def test_a_copy_of_a_pruned_model_trains_what_it_prunes() -> None:
+    model = pruned()
+    with bind_copy(model, mezzo.Policy.parse("bf16")) as bound:
+        bound(BATCH).sum().backward()
+        assert bound.get_parameter("0.weight_orig").grad is not None

@@ -22,7 +22,7 @@ from ..optim import MasterWeights, adopt, parameters, wrapped_optimizer
 from ..policy import Policy, PolicyLike, as_policy
 from ..report import Chart, Document, Note, Pairs, Report, Series, Table
 from ..step.prepare import optimizers_of
-from .trial import LossFn, bind_copy, check_trial, device_of, loss_of
+from .trial import LossFn, bind_copy, check_trial, copied, device_of, loss_of
 
 Kind = Literal["weights", "buffers", "gradients", "optimizer state", "weight casts", "activations"]
 _Tally = dict[Kind, Counter[torch.dtype]]
@@ -119,7 +119,7 @@ def _outline(model: nn.Module, policy: Policy, is_trained: bool) -> nn.Module:
         memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
     for b in model.buffers():
         memo[id(b)] = torch.empty_like(b, device="meta")
-    outline = copy.deepcopy(model, memo)
+    outline = copied(model, memo)
     bind(outline, policy, "region")
     trained = [p for p in outline.parameters() if p.requires_grad]
     convert_(outline, [torch.optim.SGD(trained, lr=0.0)] if is_trained and trained else [], policy)

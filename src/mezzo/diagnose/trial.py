@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from ..binding import tensors_in
@@ -95,6 +96,22 @@ def backward(loss: Tensor, scale: float) -> None:
             (loss * scale).backward()  # type: ignore[no-untyped-call]  # torch's own
 
 
+class _Detaching(TorchFunctionMode):
+    """Has `deepcopy` take computed tensors, as a pruned module or one that remembers its output keeps them, for plain ones; torch's raises."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not Tensor.__deepcopy__ or args[0].is_leaf:
+            return function(*args, **(kwargs or {}))
+        args[1][id(args[0])] = copied = function(args[0].detach(), args[1])
+        return copied
+
+
+def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """Return a deep copy of a model; tensors that it has computed and keeps are detached there. Syncs: no."""
+    with _Detaching():
+        return copy.deepcopy(model, {} if memo is None else memo)
+
+
 @contextmanager
 def bind_copy(model: nn.Module, policy: Policy | None) -> Iterator[nn.Module]:
     """Yield the model bound to a policy, a prepared copy, or itself where there is no policy; it is left as it was. Raises: PolicyError: they do not fit; ConfigError: the block went backward through the model in place of the copy."""
@@ -102,7 +119,7 @@ def bind_copy(model: nn.Module, policy: Policy | None) -> Iterator[nn.Module]:
         if policy is None:
             yield model
             return
-        bound = copy.deepcopy(model)
+        bound = copied(model)
         prepare(bound, None, policy)
         yield bound
         went = [any(p.grad is not None for p in one.parameters()) for one in (model, bound)]
