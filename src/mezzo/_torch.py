@@ -152,11 +152,11 @@ def apply_to_tensors_(module: nn.Module, function: Callable[[Tensor], Tensor]) -
     module._apply(function)  # type: ignore[no-untyped-call]  # torch's own
 
 
-def replaces_tensors(original: type[nn.Module], is_left_out: Callable[..., bool]) -> dict[str, Callable[..., Any]]:
-    """Return for a subclass the method behind `half`, `to` and their like, which does nothing where a function of its arguments says so. Host only."""
+def replaces_tensors(original: type[nn.Module], convert: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """Return for a subclass the method behind `half`, `to` and their like: `convert`, given the module, what torch does, and its arguments. Host only."""
 
     def _apply(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self if is_left_out(self, *args) else original._apply(self, *args, **kwargs)  # type: ignore[no-untyped-call]  # torch's own
+        return convert(self, functools.partial(original._apply, self), *args, **kwargs)
 
     return {"_apply": _apply}
 

@@ -42,7 +42,7 @@ from ..kernels import is_emulated
 from ..policy import FP32_RULES, CacheName, Policy
 from .module_rules import Precision, cast_nest, has_module_rules, run_ruled, when_traced, without_module_rules
 from .module_weights import ParameterEntry, WideTensors, first_entry, largest_matrix
-from .refusals import REFUSALS, leaves_dtypes, refuse_symbolic_trace
+from .refusals import REFUSALS, keeps_gradients, leaves_dtypes, refuse_symbolic_trace
 
 RECORD = "_mezzo_bound"
 """Where a bound module keeps its record: beside its parameters, not in its state dict."""
@@ -369,7 +369,7 @@ def bound_class(original: type[nn.Module], traced_key: str, rule: Precision) -> 
 
     kept = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
     own = {RECORD: None, "forward": forward, "__reduce_ex__": reduce, "_mezzo_class": original}
-    own |= replaces_tensors(original, _leaves_dtypes)
+    own |= replaces_tensors(original, _convert)
     make: Any = type(original)
     registers = hasattr(original.__init_subclass__, "__func__")  # a registry of its own is told of no class of ours
     base = nn.Module if registers else original
@@ -378,10 +378,15 @@ def bound_class(original: type[nn.Module], traced_key: str, rule: Precision) -> 
     return subclass
 
 
-def _leaves_dtypes(module: nn.Module, function: Callable[[Tensor], Tensor], *_: object) -> bool:
-    """Whether `half`, `to(dtype)` or one of their like is to leave alone what a stepper trains; refused outside of a forward."""
+def _convert(
+    module: nn.Module, run: Callable[..., Any], function: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
+) -> Any:
+    """Do what `half`, `to` or one of their like does; a dtype that a stepper trains is left alone, and refused outside of a forward."""
     bound = record(module)
-    return bound is not None and leaves_dtypes(module, function, bound, is_running=_here.binding is bound.binding)
+    if bound is not None and leaves_dtypes(module, function, bound, is_running=_here.binding is bound.binding):
+        return module
+    with keeps_gradients(module, function):
+        return run(function, *args, **kwargs)
 
 
 def _new_bound(original: type[nn.Module], traced_key: str = "", rule: Precision = None) -> nn.Module:

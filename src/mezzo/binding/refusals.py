@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 from weakref import WeakSet
 
@@ -83,6 +84,38 @@ def leaves_dtypes(module: nn.Module, function: Callable[[Tensor], Tensor], bound
             "amp.release() first, which gives the plain model back, to be cast and prepared again; nothing was changed."
         )
     return False
+
+
+@contextmanager
+def keeps_gradients(module: nn.Module, function: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Convert the gradients of weights that torch swaps in the block, which swaps no gradient that a step has a stamp of, and keep their dtype.
+
+    Writes: `.grad` and `grad_dtype` of those weights. Syncs: as the function does.
+    """
+    always = torch.__future__.get_swap_module_params_on_conversion()
+    swapped = [p for p in module.parameters() if always or hasattr(p, "__tensor_flatten__")]
+    own = {p: p.grad_dtype for p in swapped if p.grad_dtype is not p.dtype}
+    grads = {p: grad for p in swapped if (grad := p.grad) is not None}
+    for p in grads:
+        p.grad = None
+    moved: dict[Tensor, Tensor] = {}
+    try:
+        yield
+        with torch.no_grad():
+            moved = {p: function(grad) for p, grad in grads.items()}
+    finally:
+        for p, dtype in own.items():
+            p.grad_dtype = dtype
+        for p, grad in grads.items():
+            p.grad = _with_data(grad, moved.get(p, grad))
+
+
+def _with_data(grad: Tensor, moved: Tensor) -> Tensor:
+    """Return a gradient that has the memory of another one; a plain one itself, so that its stamp holds. Writes: `grad.data`. Host only."""
+    if moved is grad or hasattr(grad, "__tensor_flatten__"):
+        return moved
+    grad.data = moved
+    return grad
 
 
 def _say_left_out(module: nn.Module, asked: torch.dtype, kind: torch.dtype, binding: Any) -> None:

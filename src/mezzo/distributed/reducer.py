@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._torch import view_base
 from ..errors import DistributedError
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from .._torch import GradBucket
 
 
-_summed_apart = WeakTensorKeyDictionary()
+_accumulators: WeakSet[Accumulator] = WeakSet()
 
 
 def is_summed_apart(param: Tensor) -> bool:
     """Whether micro-batches of a parameter are summed in fp32 beside its gradient, which is 16 bit. Host only."""
-    return param in _summed_apart
+    return any(param in accumulator.hooks for accumulator in _accumulators)
 
 
 @dataclass(slots=True, eq=False)
@@ -59,18 +59,18 @@ class Accumulator:
     def __init__(self, params: Iterable[Tensor], is_averaging: Callable[[], bool]) -> None:
         self._is_averaging = is_averaging
         self._sums: dict[Tensor, _Sum] = {}
-        self._hooks: dict[Tensor, RemovableHandle] = {}
+        self.hooks: dict[Tensor, RemovableHandle] = {}
+        _accumulators.add(self)
         for p in params:
             if p.requires_grad and p.dtype in LOW_DTYPES:
                 p.grad_dtype = p.dtype
-                _summed_apart[p] = True
-                self._hooks[p] = p.register_post_accumulate_grad_hook(self._collect)  # type: ignore[no-untyped-call]  # torch's own
+                self.hooks[p] = p.register_post_accumulate_grad_hook(self._collect)  # type: ignore[no-untyped-call]  # torch's own
 
     def end(self) -> None:
         """Leave gradients alone from now on, and drop sums. Writes: the hooks of parameters."""
-        for p, handle in self._hooks.items():
+        for handle in self.hooks.values():
             handle.remove()
-            _summed_apart.pop(p, None)  # type: ignore[no-untyped-call]  # torch's own
+        self.hooks.clear()
         self._sums.clear()
 
     @torch.no_grad()

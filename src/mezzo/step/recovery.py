@@ -23,7 +23,7 @@ from ..kernels import local
 from ..loss_scale import LossScale
 from ..optim import SGD, AdamW, local_optimizer, parameters, wrapped_optimizer
 from ..policy import Policy
-from ..stamp import Stamp
+from ..stamp import version_of
 from .buffers import Buffers
 from .gradients import Gradients
 from .guard import Guard, GuardState
@@ -54,7 +54,7 @@ class Recovery:
     ) -> None:
         policy = binding.policy
         self.binding = binding
-        untrained = {p: Stamp.of(p) for p in _not_stepped(names, gradients)}
+        untrained = {p: version_of(p) for p in _not_stepped(names, gradients)}
         nonfinite = partial(_nonfinite_weights, names, buffers, gradients, untrained)  # not a method: no cycle
         self.guard = Guard(policy.guard, policy.scaling, nonfinite, _flush_floor(policy, gradients))
         self.replay = Replay(model)
@@ -264,7 +264,7 @@ def _nonfinite_weights(
     names: Mapping[Tensor, str],
     buffers: Buffers,
     gradients: Gradients,
-    untrained: Mapping[Tensor, Stamp],
+    untrained: Mapping[Tensor, int],
     result: StepResult,
     was_healthy: bool,
 ) -> tuple[Mapping[str, int], Mapping[str, int]]:
@@ -277,8 +277,7 @@ def _nonfinite_weights(
     stats = result.stats
     counts = {names[p]: count_ruined(p, grad=stats.gradient(p)) for p in stats.params}
     for p in _not_stepped(names, gradients) if result.flags().loss_bad else ():
-        stamp = untrained.get(p)
-        if not (was_healthy and stamp is not None and stamp.is_current(p)):
+        if not (was_healthy and untrained.get(p) == version_of(p)):
             counts[names[p]] = count_ruined(p, p.requires_grad)
     found = read_together(counts, buffers.nonfinite_counts())
     weights, others = ({name: int(count) for name, count in group.items() if count} for group in found)
