@@ -102,7 +102,7 @@ class _Detaching(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is not Tensor.__deepcopy__ or args[0].is_leaf:
             return function(*args, **(kwargs or {}))
-        args[1][id(args[0])] = copied = function(args[0].detach(), args[1])
+        args[1][id(args[0])] = copied = function(args[0].detach(), args[1])  # type: ignore[no-untyped-call]  # torch's own
         return copied
 
 
