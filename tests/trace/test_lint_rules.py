@@ -279,6 +279,37 @@ def test_what_one_op_adds_up_by_index_is_told_where_it_stops_counting(build: Cal
     assert "add it up in fp32, of x.float()" in said.advice
 
 
+SUMS_BY_INDEX: dict[str, Callable[[Tensor, Tensor, Tensor], object]] = {
+    "scatter_add_": lambda total, index, x: total.scatter_add_(0, index, x),
+    "scatter_add": lambda total, index, x: total.scatter_add(0, index, x),
+    "index_add_": lambda total, index, x: total.index_add_(0, index, x),
+    "index_put_": lambda total, index, x: total.index_put_((index,), x, accumulate=True),
+    "scatter_reduce_": lambda total, index, x: total.scatter_reduce_(0, index, x, "sum"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(SUMS_BY_INDEX))
+def test_what_a_loop_adds_up_by_index_is_told_where_it_stops_counting(name: str) -> None:
+    def run(times: int, kind: torch.dtype = BF16) -> None:
+        total: Any = torch.zeros(3, dtype=kind)
+        for _ in range(times):
+            total = SUMS_BY_INDEX[name](total, torch.tensor([0, 2]), torch.ones(2, dtype=kind))
+
+    assert rules(lambda: run(400)) == ["half-accumulator"]
+    assert rules(lambda: run(200)) == [] == rules(lambda: run(400, torch.float32))
+
+
+def test_what_is_written_by_index_is_no_sum() -> None:
+    total = torch.zeros(3, dtype=BF16)
+
+    def run() -> None:
+        for number in range(400):
+            total.index_put_((torch.tensor([0, 2]),), torch.full((2,), float(number), dtype=BF16))
+            total.scatter_reduce_(0, torch.tensor([1]), torch.ones(1, dtype=BF16), "amax")
+
+    assert rules(run) == []
+
+
 @pytest.mark.parametrize("policy", ["bf16-master", "bf16-master, grads=fp32"])
 @pytest.mark.parametrize("is_many", [True, False])
 def test_gradients_of_many_passes_added_up_in_16_bit_are_told_and_the_edit_that_is_told_keeps_them(

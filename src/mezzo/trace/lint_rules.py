@@ -41,6 +41,7 @@ _LOOKED_AT = 16
 """Additions by one line to one sum from one look at what it lost to the next."""
 _SUMS_BY_INDEX = frozenset({"index_add", "scatter_add", "scatter_reduce", "index_put", "embedding_dense_backward"})
 """Ops that add up what has one index, one number after another: counts, messages to a node, the gradient of a row that is read often."""
+_ADDS = _SUMS_BY_INDEX | {"add", "sub"} - {"embedding_dense_backward"}
 _LOST = 2.0**-4
 """Share of a sum, at its largest, by which it is off: rounding that goes either way leaves less of hundreds of additions."""
 
@@ -191,7 +192,7 @@ class LintWatch:
 
     def _running_sum(self, call: Call, site: Site, low: Tensor) -> None:
         """Follow what a line adds up in 16 bit, and compare it with the same sum in fp32. Syncs: at every 16th addition."""
-        if call.facts.name not in ("add", "sub"):
+        if call.facts.name not in _ADDS:
             for tensor in call.out if call.facts.writes else ():
                 self._sums.forget(tensor)
             return
