@@ -256,6 +256,18 @@ def test_lint_says_how_far_a_sum_of_a_forward_is_off() -> None:
     assert "half-accumulator" in said and "terms" in said and "% off by now" in said
 
 
+@pytest.mark.parametrize("x", [1e-4, 1e-2, 1.0])
+def test_a_logarithm_of_one_plus_little_is_told_by_lint(x: float) -> None:
+    def rules_of(function: Callable[[Tensor], Tensor]) -> list[str]:
+        with Trace(None, of_risks=True) as t, torch.autocast("cpu", dtype=BF16):
+            function(x * torch.rand(8, 8).bfloat16())
+        return [found.rule for found in t.report.record.lints]
+
+    assert rules_of(lambda x: torch.log(1 + x)) == rules_of(lambda x: x.clone().add_(1).log())
+    assert rules_of(lambda x: torch.log(1 + x)) == (["log-of-one-plus"] if x < 1e-3 else [])
+    assert rules_of(torch.log1p) == rules_of(lambda x: (1 + x.float()).log()) == rules_of(lambda x: (x + 1).exp()) == []
+
+
 def added_up_by_index(times: int) -> None:
     torch.zeros(1, dtype=BF16).index_put_((torch.zeros(times, dtype=torch.long),), torch.ones(times, dtype=BF16), True)
 

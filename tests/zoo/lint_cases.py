@@ -118,6 +118,10 @@ def product_with_itself(dtype: torch.dtype) -> Run:
     return functional(compute, dtype, torch.linspace(1, 200, 16), scale=256.0)
 
 
+def log_of_one_plus_little(dtype: torch.dtype) -> Run:
+    return functional(lambda x: torch.log(1 + 1e-4 * x.square()), dtype, torch.rand(4, 8), scale=256.0)  # FAULT
+
+
 def fully_masked_row(dtype: torch.dtype) -> Run:
     def compute(x: Tensor) -> Tensor:
         keep = torch.tensor([[True] * 4, [False] * 4])
@@ -363,6 +367,7 @@ LINTS = [
     LintCase(build=mask_beyond_the_format, module="body", verdict="constant-lost", names=("-1e+09 is inf in fp16",)),
     LintCase(build=squares_close_to_overflow, module="1", verdict="squares-near-overflow"),
     LintCase(build=product_with_itself, module="body", verdict="squares-near-overflow"),
+    LintCase(build=log_of_one_plus_little, module="body", verdict="log-of-one-plus", dtypes=BOTH, names=("off by",)),
     LintCase(build=fully_masked_row, module="body", verdict="masked-row", dtypes=BOTH, names=("1 row",)),
     LintCase(
         build=rotary_buffer_cast_with_the_model, verdict="buffer-in-16-bit", dtypes=BOTH, names=("buffer inv_freq",)

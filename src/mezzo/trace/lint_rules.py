@@ -73,6 +73,7 @@ class LintWatch:
         self.scale = self._factor = 1.0
         self._clipped: tuple[Site, float] | None = None
         self._sums: StorageNotes[_RunningSum] = StorageNotes()
+        self._one_plus_lost: StorageNotes[float] = StorageNotes()
         self._rest = BuffersAtRest()
 
     def records(self, *, has_flushed: bool = True) -> tuple[Lint, ...]:
@@ -102,6 +103,8 @@ class LintWatch:
             self._bound(call, site)
         for found in self._rest.see(call) if site.phase == "forward" else ():
             self.add("buffer-in-16-bit", site, found.dtype, found.what, found.value)
+        if self.of_risks and call.facts.name in ("log", "to") and call.inputs:
+            self._log(call, site)
         low = next((t for t in call.out if t.dtype in LOW_DTYPES), None)
         if low is None:
             return
@@ -110,6 +113,7 @@ class LintWatch:
             self._integers(call, site, low)
             self._squares(call, site, low)
             self._accumulator(call, site, low, name_of)
+            self._one_plus(call, low)
         if site.phase == "forward" or site.op == "AccumulateGrad":
             self._running_sum(call, site, low)
         if call.facts.name in _SUMS_BY_INDEX:
@@ -184,6 +188,22 @@ class LintWatch:
         is_square = is_power or (name == "mul" and len(args) > 1 and args[0] is args[1])
         if is_square and (top := amax(low)) * _HEADROOM > format_of(low.dtype).max:
             self.add("squares-near-overflow", site, low.dtype, site.called or name, top, call.facts.kernel)
+
+    def _one_plus(self, call: Call, low: Tensor) -> None:
+        """Note what 1 + x keeps of x where its logarithm has lost most of it. Syncs: where a program adds 1 to a 16-bit tensor."""
+        if not self.of_risks or call.facts.name != "add" or 1 not in numbers(call.args, {}) or len(call.inputs) != 1:
+            return
+        want = call.inputs[0][1].detach().float().log1p()
+        off, top = float((low.detach().float().log() - want).norm()), float(want.norm())
+        if 0 < top / 2 < off < math.inf:
+            self._one_plus_lost.note(low, off / top)
+
+    def _log(self, call: Call, site: Site) -> None:
+        lost = self._one_plus_lost.get(call.original(call.inputs[0][1]))
+        if lost is not None and call.facts.name == "log":
+            self.add("log-of-one-plus", site, call.inputs[0][1].dtype, f"{lost:.0%}", lost, call.facts.kernel)
+        elif lost is not None and call.out:
+            self._one_plus_lost.note(call.out[0], lost)
 
     def _accumulator(self, call: Call, site: Site, low: Tensor, name_of: Callable[[Tensor], str]) -> None:
         is_sum = call.facts.kernel in ("aten.add_", "aten.sub_") and low.dim() == 0

@@ -54,6 +54,10 @@ _TEXTS: dict[str, Callable[[Lint], tuple[str, str]]] = {
         f"squares reach {number(x.value)} of the {number(format_of(parse_dtype(x.dtype)).max)} that {x.dtype} holds.",
         "square in fp32 (x.float().square()), or scale x down first.",
     ),
+    "log-of-one-plus": lambda x: (
+        f"1 + x was rounded to 16 bit before its logarithm, which is off by {x.what} of what fp32 has: a small x is lost beside 1.",
+        "write torch.log1p(x); of 1 + exp(x), torch.nn.functional.softplus(x).",
+    ),
     "masked-row": lambda x: (
         f"{x.what} of a softmax hold -inf alone, which gives NaN.",
         "keep one entry in every row, or mask with torch.finfo(x.dtype).min.",
