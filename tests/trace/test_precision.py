@@ -280,3 +280,32 @@ def test_a_run_that_has_a_scaler_is_not_told_to_scale_the_loss(scaler_of: Callab
     wanted = float(found.fix.advice.split("a loss scale of ")[1].split(" ")[0])
     assert wanted > scale and gradients(1e-6, scale=wanted).answer == "healthy"
     assert "scale the loss:" not in str(t.report) and "loss is not scaled" not in str(t.report)
+
+
+DIFFERENCES: dict[str, Callable[[Function, Tensor, float], Tensor]] = {
+    "forward": lambda f, x, h: (f(x + h) - f(x)) / h,
+    "central": lambda f, x, h: (f(x + h) - f(x - h)) / (2 * h),
+    "second": lambda f, x, h: (f(x + h) - 2 * f(x) + f(x - h)) / (h * h),
+}
+
+
+@pytest.mark.parametrize("name", sorted(DIFFERENCES))
+@pytest.mark.parametrize("is_region", [True, False])
+def test_a_difference_that_is_rounding_is_told(name: str, is_region: bool) -> None:
+    def rules(h: float, kind: torch.dtype = BF16) -> list[str]:
+        stored = torch.float32 if is_region else kind
+        model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()).to(stored), torch.rand(16, 8, dtype=stored)
+        with diagnose.trace() as t, torch.autocast("cpu", dtype=BF16, enabled=is_region and kind is BF16):
+            DIFFERENCES[name](model, x, h).float().square().mean().backward()
+        return [found.rule for found in t.report.record.lints]
+
+    assert rules(1e-4) == ["finite-difference"]
+    assert rules(1e-2, torch.float32) == []
+    assert name == "second" or rules(0.5) == []
+
+
+def test_an_eps_beside_a_divisor_is_no_step() -> None:
+    with diagnose.trace() as t:
+        x = torch.rand(16, 8, dtype=BF16, requires_grad=True)
+        (((x + 1e-3) / (x.abs() + 1e-3)) / 1e-3).float().mean().backward()
+    assert t.report.record.lints == ()

@@ -122,6 +122,11 @@ def log_of_one_plus_little(dtype: torch.dtype) -> Run:
     return functional(lambda x: torch.log(1 + 1e-4 * x.square()), dtype, torch.rand(4, 8), scale=256.0)  # FAULT
 
 
+def difference_of_two_forwards(dtype: torch.dtype) -> Run:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.rand(4, 8)
+    return scaled_step(model, dtype, lambda: ((model(x + 1e-4) - model(x)) / 1e-4).float().square().mean())  # FAULT
+
+
 def fully_masked_row(dtype: torch.dtype) -> Run:
     def compute(x: Tensor) -> Tensor:
         keep = torch.tensor([[True] * 4, [False] * 4])
@@ -368,6 +373,7 @@ LINTS = [
     LintCase(build=squares_close_to_overflow, module="1", verdict="squares-near-overflow"),
     LintCase(build=product_with_itself, module="body", verdict="squares-near-overflow"),
     LintCase(build=log_of_one_plus_little, module="body", verdict="log-of-one-plus", dtypes=BOTH, names=("off by",)),
+    LintCase(build=difference_of_two_forwards, verdict="finite-difference", dtypes=BOTH, names=("its step, 0.0001",)),
     LintCase(build=fully_masked_row, module="body", verdict="masked-row", dtypes=BOTH, names=("1 row",)),
     LintCase(
         build=rotary_buffer_cast_with_the_model, verdict="buffer-in-16-bit", dtypes=BOTH, names=("buffer inv_freq",)

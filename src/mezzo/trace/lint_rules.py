@@ -74,6 +74,7 @@ class LintWatch:
         self._clipped: tuple[Site, float] | None = None
         self._sums: StorageNotes[_RunningSum] = StorageNotes()
         self._one_plus_lost: StorageNotes[float] = StorageNotes()
+        self._steps: set[float] = set()
         self._rest = BuffersAtRest()
 
     def records(self, *, has_flushed: bool = True) -> tuple[Lint, ...]:
@@ -105,6 +106,8 @@ class LintWatch:
             self.add("buffer-in-16-bit", site, found.dtype, found.what, found.value)
         if self.of_risks and call.facts.name in ("log", "to") and call.inputs:
             self._log(call, site)
+        if site.phase == "forward":
+            self._difference(call, site, reference)
         low = next((t for t in call.out if t.dtype in LOW_DTYPES), None)
         if low is None:
             return
@@ -189,6 +192,18 @@ class LintWatch:
         if is_square and (top := amax(low)) * _HEADROOM > format_of(low.dtype).max:
             self.add("squares-near-overflow", site, low.dtype, site.called or name, top, call.facts.kernel)
 
+    def _difference(self, call: Call, site: Site, reference: ReferencePath) -> None:
+        """Look at a difference that is divided by what was added to an argument before: whether it is rounding. Syncs: there."""
+        given = [abs(a) for a in call.args if isinstance(a, float) and 0 < abs(a) < 1]
+        if call.facts.name in ("add", "sub"):
+            self._steps.update(step for one in given for step in (one, 2 * one, one * one))
+        elif call.facts.name == "div" and call.inputs and given and given[0] in self._steps:
+            read = call.original(call.inputs[0][1])
+            were = reference.get(read)
+            off, top = (0.0, 0.0) if were is None else (float((read.detach() - were).norm()), float(were.norm()))
+            if 0 < top / 2 < off < math.inf:
+                self.add("finite-difference", site, reference.low, f"{off / top:.0%}", given[0], call.facts.kernel)
+
     def _one_plus(self, call: Call, low: Tensor) -> None:
         """Note what 1 + x keeps of x where its logarithm has lost most of it. Syncs: where a program adds 1 to a 16-bit tensor."""
         if not self.of_risks or call.facts.name != "add" or 1 not in numbers(call.args, {}) or len(call.inputs) != 1:
@@ -244,7 +259,8 @@ class LintWatch:
             self.add("half-accumulator", site, low.dtype, what, off, call.facts.kernel)
 
     def end_step(self) -> None:
-        """Let go of sums that are no more. Host only."""
+        """Let go of sums that are no more, and of constants that were added. Host only."""
+        self._steps.clear()
         self._sums.drop_except(StorageNotes())
 
     def softmax(self, event: Event) -> None:

@@ -58,6 +58,10 @@ _TEXTS: dict[str, Callable[[Lint], tuple[str, str]]] = {
         f"1 + x was rounded to 16 bit before its logarithm, which is off by {x.what} of what fp32 has: a small x is lost beside 1.",
         "write torch.log1p(x); of 1 + exp(x), torch.nn.functional.softplus(x).",
     ),
+    "finite-difference": lambda x: (
+        f"a difference is divided by its step, {number(x.value)}, and off by {x.what} of what fp32 has: {x.dtype} gives both of its terms nearly the same numbers.",
+        "compute both terms in fp32, with torch.autocast(..., enabled=False) and a model of fp32 weights; or differentiate: torch.func.jvp, torch.autograd.grad.",
+    ),
     "masked-row": lambda x: (
         f"{x.what} of a softmax hold -inf alone, which gives NaN.",
         "keep one entry in every row, or mask with torch.finfo(x.dtype).min.",
