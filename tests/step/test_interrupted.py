@@ -8,6 +8,7 @@ import operator
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 import torch
 from tests.step.step_models import Net, assert_same, batch, everything, mse
 from tests.step.test_all_or_nothing import assert_unchanged, facts
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import grad_mode
 
 import mezzo
@@ -293,3 +294,45 @@ def test_a_look_that_finds_no_memory_costs_no_step(policy: str, caplog: pytest.L
     assert at > 10 and found == {
         "memory ran out in the look at step 1 (guard.check_every), which is left out: at a line. The step itself lacks nothing."
     }
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16-master, scaling=1024"])
+@pytest.mark.parametrize("by_closure", [False, True])
+def test_a_step_that_finds_no_memory_for_buffers_is_not_taken(policy: str, *, by_closure: bool) -> None:
+    """None for copies of the buffers: the weights are as before, and the same call takes the step."""
+
+    def computed(amp: mezzo.Stepper) -> Tensor:
+        amp.zero_grad()
+        loss = mse(amp.model(x), y)
+        amp.backward(loss)
+        return loss
+
+    def trained(amp: mezzo.Stepper) -> dict[str, Tensor]:  # a closure that runs again moves the statistics again
+        return {
+            name: value
+            for name, value in everything(amp).items()
+            if not (by_closure and name.startswith("model.stats."))
+        }
+
+    (x, y), count = batch(), 0
+    for place in ("buffers.py", "buffer_slot.py", "copies.py"):
+        at = 0
+        while True:
+            amp, twin = prepared("AdamW", policy), prepared("AdamW", policy)
+            before = [p.detach().clone() for p in amp.model.parameters()]
+            steps = []
+            for one in (amp, twin):
+                if not by_closure:
+                    computed(one)
+                steps.append(partial(one.step, partial(computed, one)) if by_closure else one.step)
+            if not interrupted(steps[0], at, str(Path(SRC) / "step" / place), torch.OutOfMemoryError):
+                break
+            assert all(map(torch.equal, before, amp.model.parameters())), (place, at)
+            if by_closure:
+                amp.zero_grad()
+            for step in steps:
+                step()
+            assert_same(trained(amp), trained(twin))
+            at += 1
+        count += at
+    assert count > 20

@@ -359,7 +359,7 @@ def test_an_optimizer_outlives_its_stepper() -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("at", ["master_store.py", "param_batches.py", "buffers.py"])
+@pytest.mark.parametrize("at", ["master_store.py", "param_batches.py", "guard.py"])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, mezzo.optim.SGD])
 def test_a_step_that_ctrl_c_ended_is_not_taken_again(at: str, kind: Any) -> None:
     """Wherever it came, the gradients that were used are refused, and the run goes on with the next ones."""

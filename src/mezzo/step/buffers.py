@@ -257,9 +257,9 @@ class Buffers:
             self._renewed = self._left
 
     def _close(self) -> None:
+        self._leave_slots()
+        self._renew()  # which may find no memory, and then can be asked again
+        self._last = self.copies()
         self._used.clear()
         self._alive.clear()
         self._found = None
-        self._leave_slots()
-        self._renew()
-        self._last = self.copies()

@@ -78,6 +78,12 @@ class _Evaluations:
         self._scope.enter_context(true_grads_for(self._optimizer, grads[0].grads, scaling))
         gradients.close()
 
+    def settle(self) -> None:
+        """Close the step of the buffers, whose copies may find no memory. Writes: those of a void step. Syncs: yes."""
+        if self.last is not None:
+            _, flags, result = self.last
+            self._engine.settle_buffers(flags, result.flags().skipped)
+
 
 def step_by_closure(engine: Engine, closure: Closure, optimizer: Optimizer | None, clip: Clip) -> StepResult:
     """Take a step whose loss a closure computes; see `Stepper.step`.
@@ -151,8 +157,10 @@ def _attempt(engine: Engine, closure: Closure, optimizer: Optimizer, clip: Clip)
             if engine.gradients.is_pending:
                 evaluations.unscale()
             optimizer.step(evaluations)
+            evaluations.settle()
         except _Void:
             put_back()
+            evaluations.settle()
         except BaseException as error:
             put_back()
             if not isinstance(error, TypeError) or evaluations.loss is not None:

@@ -262,6 +262,7 @@ class Engine:
         by_device = is_healthy or all([decides_on_device(one.optimizer) for one in grads])
         by_host = bool(self.callbacks) or not by_device
         skipped = flags.skipped if flags.is_known else result.flags().skipped if by_host else None
+        self.settle_buffers(flags, skipped)
         before = looked(look, self.num_steps + 1, grads) if self._is_due and not self.is_captured else None
         if before is not None and self.consensus is not None and self.consensus.has_parts:
             before.raw_square = None  # the norm of the step is that of all ranks
@@ -334,27 +335,25 @@ class Engine:
         )
         return flags, StepResult(flags, stats, guard.last, is_captured=self.is_captured)
 
+    def settle_buffers(self, flags: StepFlags[Any], skipped: Sequence[float] | None) -> None:
+        """Close the step of the buffers: before the update, since copies of them may find no memory. Writes: those of a skipped step. Syncs: no."""
+        if self.buffers.slots:
+            void = flags.void if skipped is None else any(skipped)
+            self.buffers.settle(void if self.policy.guard.restore_buffers else False)
+
     def finish_step(
-        self,
-        grads: Sequence[OptimizerGrads],
-        flags: StepFlags[Any],
-        result: StepResult,
-        skipped: Sequence[float] | None,
-        *,
-        is_said_at_once: bool = True,
-    ) -> None:
-        """Close the step: buffers, loss scale, counters, and who waits for steps that were taken.
+        self, grads: Sequence[OptimizerGrads], flags: StepFlags[Any], result: StepResult,
+        skipped: Sequence[float] | None, *, is_said_at_once: bool = True,
+    ) -> None:  # fmt: skip
+        """Close the step: loss scale, counters, and who waits for steps that were taken.
 
         Where the host knows who `skipped`, callbacks are called and a StoppedRun is raised: now, or else when the next step begins.
 
-        Writes: buffers of a skipped step, the loss scale. Syncs: no.
+        Writes: the loss scale. Syncs: no.
         """
         self.num_steps, self.result = self.num_steps + 1, result
         if not self.is_captured:
             self.guard.add(result)
-        if self.buffers.slots:
-            void = flags.void if skipped is None else any(skipped)
-            self.buffers.settle(void if self.policy.guard.restore_buffers else False)
         self.gradients.close([one.optimizer for one in grads])
         if self.policy.scaling is not None:
             move_scale_(self.loss_scale, flags, self.policy.scaling)
