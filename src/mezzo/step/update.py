@@ -33,14 +33,17 @@ from ..kernels import CLIP_EPS, choose
 from ..loss_scale import AccumulationState, LossScale, StepScaling, can_move_in_place, handing, move_, next_state
 from ..optim import check_finite, is_hooked, keeps_masters, parameters, wrapped_optimizer
 from ..policy import ScalingConfig
+from ..stamp import versions_of
 from .attempt import Attempt, can_be_undone
 from .foreign_scaler import NO_SCALER, is_called_by_scaler
 from .grad_passes import clamp_, multiply_
-from .gradients import AFTER_BACKWARD, OptimizerGrads
+from .gradients import AFTER_BACKWARD, NOTHING, OptimizerGrads
 from .ranks import option_lines
 from .result import Skip, StepFlags
 
 _handles: weakref.WeakKeyDictionary[Optimizer, tuple[RemovableHandle, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
+_whole: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+"""How many weights had gradients, and how many had state, in the last step of an optimizer that came to its end."""
 _SCHEDULED = ("lr", "weight_decay", "momentum", "betas")
 """Options that schedules move, alike on all ranks; others may be what an optimizer found out of its own shards."""
 
@@ -288,9 +291,13 @@ def update_(
         found_inf = flags.skipped[i] if skipped is None else None
         scaling = StepScaling(grad_scale=scale, clip_coef=coefficient, found_inf=found_inf, divisor=divisor)
         try:
-            undo[i] = _step_one(one, scaling)
+            counts = len(one.params), len(one.optimizer.state)
+            with NOTHING if _whole.get(one.optimizer) == counts else _whole_state(one.optimizer, one.params):
+                undo[i] = _step_one(one, scaling)
+            _whole[one.optimizer] = counts[0], len(one.optimizer.state)
         except BaseException as failure:
-            is_edited = is_divided or clip.value is not None or not all(is_fused(other.optimizer) for other in grads)
+            is_whole = all(is_fused(o.optimizer) and wrapped_optimizer(o.optimizer) is o.optimizer for o in grads)
+            is_edited = is_divided or clip.value is not None or not is_whole
             has_post_hooks = any(step_hooks(part)[1] for part in (one.optimizer, wrapped_optimizer(one.optimizer)))
             if taken:
                 pending.broken = f"a step() that ended halfway: {_names(taken)} took its step"
@@ -326,8 +333,25 @@ def _step_one(one: OptimizerGrads, scaling: StepScaling) -> Callable[[], None] |
     return None if attempt is None else attempt.finish()
 
 
+@contextmanager
+def _whole_state(optimizer: Optimizer, params: Sequence[Tensor]) -> Iterator[None]:
+    """Take back, where the step inside the block fails, the state it made anew of weights that it had not written: half of an entry would fail every step to come. Host only."""
+    state, versions = optimizer.state, versions_of(params)
+    kept = [set(entry) if isinstance(entry := state.get(p), dict) else None for p in params]
+    try:
+        yield
+    except BaseException:
+        for p, names, before, now in zip(params, kept, versions, versions_of(params), strict=True):
+            if before == now and isinstance(entry := state.get(p), dict):
+                for name in entry.keys() - (names or ()):
+                    del entry[name]
+                if names is None:
+                    del state[p]
+        raise
+
+
 UNFINISHED = "a step() that has not ended, or was interrupted and may have been taken in part"
-_CHANGED = "a step() that failed, when gradients had been divided or clipped already"
+_CHANGED = "a step() that failed, when gradients had been divided or clipped already, or weights written"
 _HOOKED = "a step() that failed, perhaps in a hook after weights had been written"
 
 

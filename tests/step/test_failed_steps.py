@@ -1,0 +1,86 @@
+"""Steps that fail while an optimizer makes its state: nothing of it stays half made."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from tests.step.step_models import assert_same, everything
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mezzo
+from mezzo.errors import StepError
+
+KINDS: dict[str, Callable[[Any], Optimizer]] = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
+    "mezzo": lambda params: mezzo.optim.AdamW(params, lr=0.01),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.9),
+    "NAdam": lambda params: torch.optim.NAdam(params, lr=0.01),
+    "Adafactor": lambda params: torch.optim.Adafactor(params, lr=0.01),
+}
+
+
+class NoMemory(TorchDispatchMode):
+    """Memory that runs out at one of the allocations, counted from 0."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.left = at
+
+    def __torch_dispatch__(self, op: Any, kinds: Iterable[type], args: Any = (), kwargs: Any = None) -> Any:
+        if any(word in str(op) for word in ("zeros", "empty", "clone", "full")):
+            self.left -= 1
+            if self.left == -1:
+                raise torch.OutOfMemoryError("planted")
+        return op(*args, **(kwargs or {}))
+
+
+def prepared(kind: str, policy: str) -> mezzo.Stepper:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    return mezzo.prepare(model, KINDS[kind](model.parameters()), f"{policy}, guard.check_every=0")
+
+
+def backward(amp: mezzo.Stepper, x: Tensor) -> None:
+    amp.zero_grad()
+    amp.backward(amp.model(x).float().square().mean())
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16-master", "fp16-master, scaling=128"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_first_step_that_finds_no_memory_leaves_no_state_half_made(kind: str, policy: str) -> None:
+    x, twin, at = torch.randn(4, 8), prepared(kind, policy), 0
+    backward(twin, x)
+    twin.step()
+    while True:
+        amp, other, no_memory = prepared(kind, policy), prepared(kind, policy), NoMemory(at)
+        backward(amp, x)
+        before = [p.detach().clone() for p in amp.model.parameters()]
+        with no_memory:
+            try:
+                amp.step()
+            except torch.OutOfMemoryError:
+                pass
+        if no_memory.left >= 0:
+            break
+        is_halfway = not all(map(torch.equal, before, amp.model.parameters()))
+        file = io.BytesIO()
+        torch.save(amp.state_dict(), file)
+        file.seek(0)
+        other.load_state_dict(torch.load(file, weights_only=True))
+        if is_halfway:
+            with pytest.raises(StepError, match=r"failed, when .* or weights written"):
+                amp.step()
+        for one in (amp, other):
+            backward(one, x)
+            one.step()
+            if not is_halfway:
+                assert_same(everything(one), everything(twin))
+        at += 1
+    assert at > 3
