@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -71,6 +72,104 @@ def ending(at: int, end: Callable[[], object]) -> Callable[..., None]:
         update(self, *args)  # type: ignore[arg-type]
 
     return ended
+
+
+def in_a_finalizer(number: str) -> None:
+    """Have a signal come in a `__del__`, where Python drops what its handler raises."""
+
+    class Dropped:
+        def __del__(self) -> None:
+            signal.raise_signal(getattr(signal, number))
+
+    Dropped()
+
+
+def in_a_bare_except(number: str) -> None:
+    """Have a signal come in an import that takes any error for a package that is not there."""
+    try:
+        signal.raise_signal(getattr(signal, number))
+    except:  # noqa: E722
+        pass
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("lose", [in_a_finalizer, in_a_bare_except])
+@pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_that_something_swallowed_ends_the_run(
+    lose: Callable[[str], None],
+    number: str,
+    code: int,
+    config: TrainConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = config.replace(epochs=1000)
+    before = signal.getsignal(signal.SIGALRM), signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(trainer.Trainer, "_update", ending(1, lambda: lose(number)))
+    assert main(["train", *words(config)]) == code
+    assert (signal.getsignal(signal.SIGALRM), signal.getsignal(signal.SIGINT)) == before
+    assert "Go on from the last checkpoint with" in capsys.readouterr().err.splitlines()[-1]
+
+
+THROUGH_AN_EXTENSION = """
+import ctypes, signal, sys
+from mezzo.cli import env, main
+
+def run(argv):
+    run_text = ctypes.pythonapi.PyRun_StringFlags
+    run_text.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.py_object, ctypes.py_object, ctypes.c_void_p]
+    run_text.restype = ctypes.py_object
+    run_text(b"signal.raise_signal(signal.SIGTERM)", 257, globals(), globals(), None)
+
+env.run = run
+sys.exit(main(["env"]))
+"""
+"""A command that a signal ends in Python code which an extension runs, as extensions do while they are imported."""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="its processes have no signals")
+def test_a_signal_in_an_extension_keeps_its_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "through.py").write_text(THROUGH_AN_EXTENSION)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])),
+    }
+    ended = subprocess.run(
+        [sys.executable, "-m", "through"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (143, "")
+
+
+def test_a_script_that_catches_ctrl_c_goes_on_under_doctor(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "catches.py"
+    script.write_text(
+        "import signal, time\ntry:\n    signal.raise_signal(signal.SIGINT)\n"
+        "except KeyboardInterrupt:\n    pass\ntime.sleep(0.5)\nprint('went on')"
+    )
+    main(["doctor", str(script)])
+    assert "went on" in capfd.readouterr().out
+
+
+def test_a_signal_is_raised_once_where_cleaning_up_takes_long(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ends a run is not interrupted again while it is on its way, not even while its cleaning up meets errors of its own."""
+    done: list[str] = []
+
+    def end() -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            time.sleep(0.5)
+            try:
+                int("no number")
+            except ValueError:
+                time.sleep(0.5)
+            done.append("cleaned up")
+
+    monkeypatch.setattr(trainer.Trainer, "_update", ending(1, end))
+    assert main(["train", *words(config)]) == 143
+    assert done == ["cleaned up"]
 
 
 @pytest.mark.parametrize(("number", "code", "what"), [("SIGINT", 130, "the keyboard"), ("SIGTERM", 143, "SIGTERM")])

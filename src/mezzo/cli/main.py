@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from io import TextIOWrapper
@@ -42,6 +45,7 @@ COMMANDS = {
 }
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 _PATHS = ("--out", "--data", "--dev-data", "--test-data", "--label-map", "--model")
+_AGAIN_SECONDS = 0.2
 _LESS = "Ask for less at a time: a smaller --batch-size, or a smaller model."
 _HELP, _VERSION = ("-h", "--help"), ("-V", "--version")
 
@@ -99,7 +103,8 @@ def _run(name: str, words: Sequence[str]) -> int:
             print(_usage() if name in _HELP else f"mezzo {__version__}", flush=True)
             return 0
         check_installed(f"the command {name}", COMMANDS[name].packages)
-        code = int(import_module(f".{name}", __package__).run(words))
+        with nullcontext() if name == "doctor" else _ended_by_signals():  # a script may catch what it likes
+            code = int(import_module(f".{name}", __package__).run(words))
         sys.stdout.flush()
         return code
     except (MezzoError, MemoryError, RuntimeError) as error:
@@ -107,14 +112,51 @@ def _run(name: str, words: Sequence[str]) -> int:
             raise
         text = str(error) if isinstance(error, MezzoError) else f"memory ran out: {first_line(error)}. {_LESS}"
         return _refuse(name, text)
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as end:
+        return 128 + (end.args[0] if end.args else signal.SIGINT)
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
         _drop_the_rest()
         return 141
     except OSError as error:
         where = f"{error.filename or 'standard output'}: " if error.filename or error.errno in _FULL else ""
         return _refuse(name, f"{where}{error.strerror or error}.")
+
+
+class _Ended(KeyboardInterrupt):
+    """The end by a signal. A plain `KeyboardInterrupt`, once it has passed through an extension, has Python end by SIGINT, whatever is returned."""
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Have SIGTERM, as Ctrl-C, end the block with a `KeyboardInterrupt`, raised anew while something, such as a `__del__`, has swallowed it.
+
+    A launcher sends signals to its ranks by itself.
+    """
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if "TORCHELASTIC_RUN_ID" in os.environ or threading.current_thread() is not threading.main_thread():
+        numbers = []
+
+    def end(number: int, frame: object) -> None:
+        def end_again(*_: object) -> None:
+            error = sys.exc_info()[1]
+            while error is not None and not isinstance(error, KeyboardInterrupt):
+                error = error.__context__
+            if error is None:  # else it is on its way
+                raise _Ended(number)
+
+        if hasattr(signal, "setitimer"):
+            before.setdefault(signal.SIGALRM, signal.signal(signal.SIGALRM, end_again))
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS, _AGAIN_SECONDS)
+        raise _Ended(number)
+
+    before = {number: signal.signal(number, end) for number in numbers}
+    try:
+        yield
+    finally:
+        if len(before) > len(numbers):
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _refuse(name: str, sentence: str) -> int:

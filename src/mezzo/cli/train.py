@@ -9,9 +9,7 @@ import os
 import shlex
 import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import field, make_dataclass
 from functools import partial
 from pathlib import Path
@@ -125,23 +123,6 @@ def _text(result: TrainResult) -> str:
     return "\n".join(lines)
 
 
-@contextmanager
-def _ending_on_sigterm() -> Iterator[None]:
-    """Have SIGTERM end the block as Ctrl-C does, where there is no launcher, which sends it to its ranks."""
-
-    def end(number: int, frame: object) -> None:
-        raise KeyboardInterrupt(number)
-
-    if "TORCHELASTIC_RUN_ID" in os.environ or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def _is_first() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
@@ -177,12 +158,11 @@ def run(argv: Sequence[str]) -> int:
             "or give it to torchrun."
         )
     ended = partial(_tell_end, config, nproc, _written(RunFolder(path=config.out).checkpoint))
-    if nproc:
-        config.num_micro_batches(max(nproc, 1))
-        return ended(launch(["train", *words], nproc=nproc, max_restarts=max_restarts))
     try:
-        with _ending_on_sigterm():
-            result = train(config)
+        if nproc:
+            config.num_micro_batches(max(nproc, 1))
+            return ended(launch(["train", *words], nproc=nproc, max_restarts=max_restarts))
+        result = train(config)
     except FailedOnOtherRank:
         return 2
     except KeyboardInterrupt as end:
