@@ -37,8 +37,8 @@ class LintReport(Report):
         count = len(self.warnings)
         passes = "forward and backward" if self.has_backward else "forward"
         clean = f"Clean: {self.ops:,} ops of one {passes} pass broke no lint rule."
-        broken = f"{count} {plural('lint rule', count)} broken."
-        verdict = " ".join(filter(None, (broken * bool(count), self.flaw))) or clean
+        broken = f"{count} {plural('lint rule', count)} broken." if count else ""
+        verdict = " ".join(filter(None, (broken, self.flaw))) or clean
         under_policy = f" under {self.policy}" if self.policy else ""
         blocks: list[Block] = []
         for warning in self.warnings:

@@ -207,9 +207,8 @@ class Watch(AbstractContextManager["Watch"]):
         for row, ((_, parameter), aux) in enumerate(zip(self._parameters, every_aux, strict=True)):
             sample, now = spaced(parameter.detach(), weights.shape[1]), self._sample_aux(parameter)
             moved[row, : sample.numel()] = sample != weights[row, : sample.numel()]
-            if (
-                id(parameter) in self._masters
-            ):  # without aux state new, or rounded at random, which loses none on average
+            # without aux state a master is new, or rounded at random, which loses none on average
+            if id(parameter) in self._masters:
                 moved[row, : sample.numel()] |= True if aux is None or now is None else now != aux
         gradients = slice(self._first_gradient, self._first_weight)
         stepped = set(self._rows_of(optimizers, moving=True))

@@ -201,11 +201,8 @@ def rate_to_blame(optimizers: Sequence[Optimizer], last_norm: SupportsFloat | No
     for optimizer in (wrapped_optimizer(local_optimizer(one)) for one in optimizers):
         params = [p for p in parameters(optimizer) if p.requires_grad and p.is_floating_point()]
         updates = [_last_update(optimizer, group, p) for group in optimizer.param_groups for p in group["params"]]
-        update, size, num = (
-            math.hypot(*updates),
-            math.hypot(*map(_finite_norm, params)),
-            sum(local(p).numel() for p in params),
-        )
+        update, size = math.hypot(*updates), math.hypot(*map(_finite_norm, params))
+        num = sum(local(p).numel() for p in params)
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         if not update and len(optimizers) == 1 and last_norm is not None and isinstance(optimizer, _SGD):
             ends = (clip.max_norm, None if clip.value is None else float(clip.value) * math.sqrt(num))
