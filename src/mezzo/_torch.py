@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import _GeneratorContextManager
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from traceback import walk_stack
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -67,11 +67,6 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def sparse_values(grad: Tensor) -> Tensor:
-    """Return the values of a sparse tensor, to be written; `.values()` wants it coalesced and refuses to be written. Host only."""
-    return grad._values()
-
-
 def constant_factor(product: Tensor) -> Tensor | None:
     """Return the tensor without graph that a number was multiplied by last; None if there is none.
 
@@ -85,10 +80,10 @@ def constant_factor(product: Tensor) -> Tensor | None:
     return factor if is_tensor else None
 
 
-def sparse_indices(grad: Tensor) -> Tensor:
-    """Return the indices of a sparse tensor that may not be coalesced, to be counted. Host only."""
-    return grad._indices()
-
+sparse_values: Callable[[Tensor], Tensor] = methodcaller("_values")
+"""The values of a sparse tensor, to be written; `.values()` wants it coalesced and refuses to be written."""
+sparse_indices: Callable[[Tensor], Tensor] = methodcaller("_indices")
+"""The indices of one that may not be coalesced, to be counted."""
 
 # --- multi-tensor ops: one launch for many tensors, where a loop would need one each --------------------------------
 
@@ -103,18 +98,16 @@ def has_foreach_norm(device: torch.device) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key("aten::_foreach_norm.Scalar", key))
 
 
-foreach_mul_, foreach_mul = torch._foreach_mul_, torch._foreach_mul
+foreach_mul_, foreach_mul, foreach_copy_ = torch._foreach_mul_, torch._foreach_mul, torch._foreach_copy_
+foreach_add_, foreach_sub_ = torch._foreach_add_, torch._foreach_sub_
 neg_view = torch._neg_view
-foreach_copy_ = torch._foreach_copy_
 foreach_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 """What torch.amp's scaler divides with: bit-equality with it depends on this."""
 update_scale_ = torch._amp_update_scale_
 """What torch.amp's scaler moves its scale with, in one launch; without it a step of fp16 takes some twenty more."""
 
-fused_adam_ = torch._fused_adam_
-fused_adamw_ = torch._fused_adamw_
-fused_sgd_ = torch._fused_sgd_
-"""What torch's optimizers run with `fused=True`: on devices for which mezzo has no kernel, one launch in place of some thirty a weight."""
+fused_adam_, fused_adamw_, fused_sgd_ = torch._fused_adam_, torch._fused_adamw_, torch._fused_sgd_
+"""What torch's optimizers run with `fused=True`, for fp32 weights, and where mezzo has no kernel: one launch in place of some thirty a weight."""
 fused_devices: Callable[[], list[str]] = _get_fused_kernels_supported_devices
 """The kinds of device that have these."""
 
@@ -222,6 +215,14 @@ def follow_class_step(optimizer: Optimizer) -> bool:
         counted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # what a scheduler looks for
         optimizer.step = counted  # type: ignore[method-assign]
     return True
+
+
+def count_step(optimizer: Any) -> bool:
+    """Count a step taken without `optimizer.step`, for schedulers that watch it; False where more than they stands around it. Host only."""
+    step = vars(optimizer).get("step")
+    if hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is type(optimizer).step:
+        optimizer._opt_called, step = True, None
+    return step is None
 
 
 def is_fused(optimizer: Optimizer) -> bool:

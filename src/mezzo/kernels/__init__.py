@@ -45,6 +45,7 @@ from .ops.gradients import CHUNK as CHUNK
 from .ops.gradients import GradientCheck as GradientCheck
 from .ops.gradients import LateNorm as LateNorm
 from .ops.gradients import ScaledGradients as ScaledGradients
+from .ops.gradients import add_one_ as add_one_
 from .ops.gradients import norm_and_finite as norm_and_finite
 from .ops.gradients import values as values
 from .ops.layer_norm import group_norm as group_norm

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .._torch import (
     STEP_WRAPPER,
+    count_step,
     global_post_hooks,
     global_pre_hooks,
     graph_task_id,
@@ -34,6 +35,7 @@ from ..loss_scale import AccumulationState, LossScale, StepScaling, can_move_in_
 from ..optim import check_finite, is_hooked, keeps_masters, parameters, wrapped_optimizer
 from ..policy import ScalingConfig
 from ..stamp import versions_of
+from . import fused_adam
 from .attempt import Attempt, can_be_undone
 from .foreign_scaler import NO_SCALER, is_called_by_scaler
 from .grad_passes import clamp_, multiply_
@@ -234,15 +236,14 @@ def true_grads_for(optimizer: Optimizer, grads: Sequence[Tensor], scaling: StepS
 
 
 def bare_step(optimizer: Optimizer) -> Callable[[], object]:
-    """Return an optimizer's step, of torch's own without the wrapper that names it in profiles where nobody looks there.
+    """Return an optimizer's step, of torch's own without what torch has around it where nobody looks there.
 
     That takes as long as the update of a small model. Of other hooks there is the stepper's alone, which asks who steps.
     """
-    function = type(optimizer).step
-    is_wrapped = getattr(function, "__code__", None) is STEP_WRAPPER and "step" not in vars(optimizer)
+    is_wrapped = getattr(type(optimizer).step, "__code__", None) is STEP_WRAPPER
     if not is_wrapped or profiler_enabled() or torch.compiler.is_compiling() or is_hooked(optimizer):
         return optimizer.step
-    return partial(function.__wrapped__, optimizer)  # type: ignore[attr-defined]  # as functools.wraps leaves it
+    return partial(fused_adam.step_, optimizer) if count_step(optimizer) else optimizer.step
 
 
 def _factor(scaling: StepScaling) -> Tensor | None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...._torch import foreach_add_
 from ....read_only import read_only
 from ... import registry
 from ...device_numbers import kept_on_device, on_device
@@ -47,6 +48,16 @@ def _norms_of_rows(flat: Tensor, wide: torch.dtype) -> Tensor:
     rows = torch.linalg.vector_norm(flat[:num_whole].view(-1, CHUNK), dim=1, dtype=wide)
     rest = flat[num_whole:]
     return torch.cat([rows, torch.linalg.vector_norm(rest, dtype=wide).view(1)]) if len(rest) else rows
+
+
+def add_one_(counts: Sequence[Tensor]) -> None:
+    """Add 1 to the step counts of one optimizer on one device: torch takes as long for them as for small weights. Writes: them. Syncs: no."""
+    chosen = registry.choose("gradients", counts[0].device, torch.float32)
+    plain = [type(c) is Tensor and c.dtype is torch.float32 and c.is_cpu and not c.is_inference() for c in counts]
+    if chosen.backend == "cpu" and all(plain):
+        chosen.module.add_one_(counts)
+    else:
+        foreach_add_(list(counts), 1)
 
 
 @read_only

@@ -37,3 +37,8 @@ extern "C" void mezzo_norms(int64_t tensors, const int64_t* sizes, void* const* 
   for (size_t i = 0; i < parts.size(); i++) totals[parts[i].tensor] += sums[i];
   for (int64_t t = 0; t < tensors; t++) norms[t] = float(std::sqrt(totals[t]));
 }
+
+// Step counts that lie apart, as torch's optimizers keep them.
+extern "C" void mezzo_add_one(int64_t tensors, float* const* counts) {
+  for (int64_t t = 0; t < tensors; t++) counts[t][0] += 1.0f;
+}
