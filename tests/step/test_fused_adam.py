@@ -182,6 +182,22 @@ def test_changed_state_ends_as_it_ends_in_torch(
     assert all(map(torch.equal, *tensors))
 
 
+@pytest.mark.parametrize("found_inf", [0.0, 1.0])
+def test_a_step_that_the_device_decides_is_that_of_torch(found_inf: float, num_full_steps: list[int]) -> None:
+    tensors = []
+    for step in (bare_step, lambda optimizer: optimizer.step):
+        p = nn.Parameter(torch.arange(6.0))
+        optimizer: Any = AdamW([p], lr=0.1, fused=True)
+        for k in range(3):
+            p.grad = torch.full_like(p, 8.0 + k)
+            if k == 2:
+                optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(found_inf)
+            step(optimizer)()
+        tensors.append([p.detach(), p.grad, *optimizer.state[p].values()])
+    assert all(map(torch.equal, *tensors)) and float(tensors[0][2]) == 3 - found_inf
+    assert num_full_steps[0] == 4
+
+
 def test_versions_move_as_they_do_in_torch(num_full_steps: list[int]) -> None:
     moved = []
     for step in (bare_step, lambda optimizer: optimizer.step):
