@@ -6,7 +6,7 @@ import copy
 
 import torch
 import torch.nn.functional as F
-from tests.loops.swap import Prepare, adam, program
+from tests.loops.swap import Prepare, adam, program, trained
 from torch import Tensor, nn
 from torch.distributions import Normal
 
@@ -182,18 +182,13 @@ class Codes(nn.Module):
 def codes(prepare: Prepare, steps: int) -> list[float]:
     """Nearest codes chosen inside forward, gradients straight through, a part of the loss made by the model."""
     model = Codes()
-    optimizer = adam(model)
-    amp = prepare(model, optimizer)
-    losses = []
-    for _ in range(steps):
+
+    def loss_fn() -> Tensor:
         x = torch.randn(16, 16)
-        optimizer.zero_grad()
         found, inside = model(x)
-        loss = F.mse_loss(found, x) / x.var() + inside
-        amp.backward(loss)
-        amp.step()
-        losses.append(loss.item())
-    return losses
+        return F.mse_loss(found, x) / x.var() + inside
+
+    return trained(prepare, model, adam(model), steps, loss_fn)
 
 
 class Graph(nn.Module):

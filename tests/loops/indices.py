@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from tests.loops.swap import Prepare, adam, program
+from tests.loops.swap import Prepare, adam, program, trained
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -29,17 +29,12 @@ class Experts(nn.Module):
 def experts(prepare: Prepare, steps: int) -> list[float]:
     """A mixture of experts: sums at indices into a buffer of fp32."""
     model = Experts()
-    optimizer = adam(model, lr=1e-2)
-    amp = prepare(model, optimizer)
-    losses = []
-    for _ in range(steps):
+
+    def loss_fn() -> Tensor:
         x = torch.randn(32, 8)
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(x), x.roll(1, dims=1))
-        amp.backward(loss)
-        amp.step()
-        losses.append(loss.item())
-    return losses
+        return F.mse_loss(model(x), x.roll(1, dims=1))
+
+    return trained(prepare, model, adam(model, lr=1e-2), steps, loss_fn)
 
 
 class Molecules(nn.Module):
@@ -62,19 +57,10 @@ class Molecules(nn.Module):
 def molecules(prepare: Prepare, steps: int) -> list[float]:
     """A graph network: sums over edges and nodes into buffers of fp32."""
     model = Molecules()
-    optimizer = adam(model, lr=1e-2)
-    amp = prepare(model, optimizer)
     x, graph = torch.randn(24, 8), torch.arange(24) // 4
     edges = torch.stack([torch.arange(24), (torch.arange(24) // 4) * 4 + (torch.arange(24) + 1) % 4])
     y = x.view(6, 4, 8).mean((1, 2))
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(x, edges, graph), y)
-        amp.backward(loss)
-        amp.step()
-        losses.append(loss.item())
-    return losses
+    return trained(prepare, model, adam(model, lr=1e-2), steps, lambda: F.mse_loss(model(x, edges, graph), y))
 
 
 class Masked(nn.Module):
@@ -97,17 +83,12 @@ class Masked(nn.Module):
 def masked(prepare: Prepare, steps: int) -> list[float]:
     """A masked autoencoder: writes at masks, in both directions."""
     model = Masked()
-    optimizer = adam(model, lr=1e-2)
-    amp = prepare(model, optimizer)
-    losses = []
-    for _ in range(steps):
+
+    def loss_fn() -> Tensor:
         x = torch.randn(8, 1, 8) + 0.1 * torch.randn(8, 6, 8)
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(x, torch.rand(8, 6) < 0.3), x)
-        amp.backward(loss)
-        amp.step()
-        losses.append(loss.item())
-    return losses
+        return F.mse_loss(model(x, torch.rand(8, 6) < 0.3), x)
+
+    return trained(prepare, model, adam(model, lr=1e-2), steps, loss_fn)
 
 
 class Convolutions(nn.Module):
@@ -125,18 +106,11 @@ class Convolutions(nn.Module):
 def sparse_graph(prepare: Prepare, steps: int) -> list[float]:
     """One graph, its normalised edges in fp32, a loss over its nodes."""
     model = Convolutions()
-    optimizer = adam(model, lr=1e-2)
-    amp = prepare(model, optimizer)
     x, pairs = torch.randn(12, 6), torch.randint(0, 12, (2, 40))
     edges = torch.sparse_coo_tensor(pairs, torch.full((40,), 1 / 3), (12, 12)).coalesce()
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x, edges), torch.arange(12) % 3)
-        amp.backward(loss)
-        amp.step()
-        losses.append(loss.item())
-    return losses
+    return trained(
+        prepare, model, adam(model, lr=1e-2), steps, lambda: F.cross_entropy(model(x, edges), torch.arange(12) % 3)
+    )
 
 
 class Bag(nn.Module):
@@ -154,17 +128,12 @@ class Bag(nn.Module):
 def weighted_words(prepare: Prepare, steps: int) -> list[float]:
     """A bag of embeddings whose weights a layer computes."""
     model = Bag()
-    optimizer = adam(model, lr=1e-2)
-    amp = prepare(model, optimizer)
-    losses = []
-    for _ in range(steps):
+
+    def loss_fn() -> Tensor:
         words = torch.randint(0, 30, (16, 5))
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(words, torch.rand(16, 5)), words[:, 0] % 3)
-        amp.backward(loss)
-        amp.step()
-        losses.append(loss.item())
-    return losses
+        return F.cross_entropy(model(words, torch.rand(16, 5)), words[:, 0] % 3)
+
+    return trained(prepare, model, adam(model, lr=1e-2), steps, loss_fn)
 
 
 @program
@@ -173,14 +142,9 @@ def quantised_in_training(prepare: Prepare, steps: int) -> list[float]:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
     model.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
     torch.ao.quantization.prepare_qat(model, inplace=True)
-    optimizer = adam(model, lr=1e-2)
-    amp = prepare(model, optimizer)
-    losses = []
-    for _ in range(steps):
+
+    def loss_fn() -> Tensor:
         x = torch.randn(32, 8)
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(x), x.roll(1, dims=1))
-        amp.backward(loss)
-        amp.step()
-        losses.append(loss.item())
-    return losses
+        return F.mse_loss(model(x), x.roll(1, dims=1))
+
+    return trained(prepare, model, adam(model, lr=1e-2), steps, loss_fn)

@@ -7,7 +7,7 @@ import random
 
 import torch
 import torch.nn.functional as F
-from tests.loops.swap import Prepare, adam, program
+from tests.loops.swap import Prepare, adam, program, trained
 from torch import Tensor, nn
 
 
@@ -113,17 +113,10 @@ class Tagger(nn.Module):
 def lstm(prepare: Prepare, steps: int) -> list[float]:
     """Both directions, two layers, states of fp32 zeros."""
     model = Tagger()
-    optimizer = adam(model, lr=1e-2)
-    amp = prepare(model, optimizer)
     x, y = torch.randint(1, 20, (16, 7)), torch.arange(16) % 2
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = nn.CrossEntropyLoss()(model(x), y)
-        amp.backward(loss)
-        amp.step(max_norm=5.0)
-        losses.append(loss.item())
-    return losses
+    return trained(
+        prepare, model, adam(model, lr=1e-2), steps, lambda: nn.CrossEntropyLoss()(model(x), y), max_norm=5.0
+    )
 
 
 class Translator(nn.Module):
@@ -150,17 +143,12 @@ def translation(prepare: Prepare, steps: int) -> list[float]:
     """Outputs written into a tensor of zeros, and a teacher that is not always listened to."""
     random.seed(0)
     model = Translator()
-    optimizer = adam(model)
-    amp = prepare(model, optimizer)
-    losses = []
-    for _ in range(steps):
+
+    def loss_fn() -> Tensor:
         source, target = torch.randint(0, 20, (6, 4)), torch.randint(0, 20, (5, 4))
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(source, target)[1:].reshape(-1, 20), target[1:].reshape(-1), ignore_index=0)
-        amp.backward(loss)
-        amp.step(max_norm=1.0)
-        losses.append(loss.item())
-    return losses
+        return F.cross_entropy(model(source, target)[1:].reshape(-1, 20), target[1:].reshape(-1), ignore_index=0)
+
+    return trained(prepare, model, adam(model), steps, loss_fn, max_norm=1.0)
 
 
 class Transformer(nn.Module):

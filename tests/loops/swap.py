@@ -45,3 +45,18 @@ def program(function: Program) -> Program:
 
 def adam(model: nn.Module, lr: float = 1e-3) -> Optimizer:
     return torch.optim.Adam(model.parameters(), lr=lr)
+
+
+def trained(
+    prepare: Prepare, model: nn.Module, optimizer: Optimizer, steps: int, loss_fn: Callable[[], Tensor], *,
+    max_norm: float | None = None,
+) -> list[float]:  # fmt: skip
+    """Run the plainest loop around a loss of one batch; return the losses."""
+    amp, losses = prepare(model, optimizer), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = loss_fn()
+        amp.backward(loss)
+        amp.step(max_norm=max_norm)
+        losses.append(loss.item())
+    return losses

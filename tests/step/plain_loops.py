@@ -5,34 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from tests.loops.swap import Prepare, trained
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-
-class Amp(Protocol):
-    """What a loop needs of whoever takes its steps."""
-
-    def backward(self, loss: Tensor, /) -> None: ...
-    def step(self) -> object: ...
-
-
-class Fp32:
-    """The loop without mezzo: `loss.backward()` and `optimizer.step()`."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-    def backward(self, loss: Tensor, /) -> None:
-        loss.backward()
-
-    def step(self) -> None:
-        self.optimizer.step()
-
-
-Prepare = Callable[[nn.Module, torch.optim.Optimizer], Amp]
 Loop = Callable[[Prepare, int], Sequence[float]]
 LOOPS: dict[str, Loop] = {}
 
@@ -117,25 +96,20 @@ class ActorCritic(nn.Module):
 @loop
 def policy_ratio(prepare: Prepare, steps: int) -> list[float]:
     model = ActorCritic()
-    optimizer = adamw(model)
-    amp = prepare(model, optimizer)
     state = torch.randn(64, 4)
     with torch.no_grad():
         action = torch.arange(64) % 3
         old = model(state)[0].log_prob(action)
     advantage = (action == 0).float() - 0.3
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
+
+    def loss_fn() -> Tensor:
         choice, value = model(state)
         ratio = (choice.log_prob(action) - old).exp()
         clipped = ratio.clamp(0.8, 1.2)
         loss = -torch.min(ratio * advantage, clipped * advantage).mean()
-        loss = loss + 0.5 * F.mse_loss(value, advantage) - 0.01 * choice.entropy().mean()
-        amp.backward(loss)
-        amp.step()
-        losses.append(loss.item())
-    return losses
+        return loss + 0.5 * F.mse_loss(value, advantage) - 0.01 * choice.entropy().mean()
+
+    return trained(prepare, model, adamw(model), steps, loss_fn)
 
 
 class TwoTowers(nn.Module):
@@ -148,19 +122,14 @@ class TwoTowers(nn.Module):
 @loop
 def contrastive(prepare: Prepare, steps: int) -> list[float]:
     model = TwoTowers()
-    optimizer = adamw(model)
-    amp = prepare(model, optimizer)
     images, texts = torch.randn(16, 8), torch.randn(16, 6)
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
+
+    def loss_fn() -> Tensor:
         a, b = F.normalize(model.image(images), dim=-1), F.normalize(model.text(texts), dim=-1)
         logits = model.logit_scale.exp() * a @ b.T
-        loss = (F.cross_entropy(logits, torch.arange(16)) + F.cross_entropy(logits.T, torch.arange(16))) / 2
-        amp.backward(loss)
-        amp.step()
-        losses.append(loss.item())
-    return losses
+        return (F.cross_entropy(logits, torch.arange(16)) + F.cross_entropy(logits.T, torch.arange(16))) / 2
+
+    return trained(prepare, model, adamw(model), steps, loss_fn)
 
 
 class Vae(nn.Module):
@@ -179,20 +148,15 @@ class Vae(nn.Module):
 @loop
 def vae(prepare: Prepare, steps: int) -> list[float]:
     model = Vae()
-    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-    amp = prepare(model, optimizer)
     x = (torch.rand(32, 16) < torch.linspace(0.05, 0.95, 16)).float()
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
+
+    def loss_fn() -> Tensor:
         mean, log_variance = model.encode(x)
         z = mean + torch.randn_like(mean) * (0.5 * log_variance).exp()
         divergence = -0.5 * (1 + log_variance - mean.square() - log_variance.exp()).sum(1).mean()
-        loss = F.binary_cross_entropy(model.decode(z), x, reduction="sum") / len(x) + divergence
-        amp.backward(loss)
-        amp.step()
-        losses.append(loss.item())
-    return losses
+        return F.binary_cross_entropy(model.decode(z), x, reduction="sum") / len(x) + divergence
+
+    return trained(prepare, model, torch.optim.Adam(model.parameters(), lr=5e-3), steps, loss_fn)
 
 
 class UNet(nn.Module):
@@ -209,21 +173,16 @@ class UNet(nn.Module):
 @loop
 def segmentation(prepare: Prepare, steps: int) -> list[float]:
     model = UNet()
-    optimizer = adamw(model)
-    amp = prepare(model, optimizer)
     x = torch.randn(4, 1, 8, 8)
     y = (x[:, 0] > 0).long()
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
+
+    def loss_fn() -> Tensor:
         found = model(x)
         probability = found["out"].softmax(1)[:, 1]
         dice = 1 - (2 * (probability * y).sum() + 1) / (probability.sum() + y.sum() + 1)
-        loss = F.cross_entropy(found["out"], y) + dice + 1e-3 * found["aux"][0]
-        amp.backward(loss)
-        amp.step()
-        losses.append(loss.item())
-    return losses
+        return F.cross_entropy(found["out"], y) + dice + 1e-3 * found["aux"][0]
+
+    return trained(prepare, model, adamw(model), steps, loss_fn)
 
 
 class GraphLayer(nn.Module):
@@ -251,18 +210,13 @@ class GraphNet(nn.Module):
 @loop
 def graph(prepare: Prepare, steps: int) -> list[float]:
     model = GraphNet()
-    optimizer = adamw(model)
-    amp = prepare(model, optimizer)
     x, edges = torch.randn(40, 4), torch.randint(0, 40, (2, 160))
     y = (x[:, 0] > 0).long()
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = F.nll_loss(F.log_softmax(model(x, edges), dim=1)[:30], y[:30])
-        amp.backward(loss)
-        amp.step()
-        losses.append(loss.item())
-    return losses
+
+    def loss_fn() -> Tensor:
+        return F.nll_loss(F.log_softmax(model(x, edges), dim=1)[:30], y[:30])
+
+    return trained(prepare, model, adamw(model), steps, loss_fn)
 
 
 class Denoiser(nn.Module):
@@ -314,16 +268,11 @@ class Regressor(nn.Module):
 @loop
 def regression(prepare: Prepare, steps: int) -> list[float]:
     model = Regressor()
-    optimizer = torch.optim.RMSprop(model.parameters(), lr=2e-3)
-    amp = prepare(model, optimizer)
     x = torch.randn(64, 6)
     y = x.sum(1).sin()
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
+
+    def loss_fn() -> Tensor:
         found = model(x)
-        loss = F.gaussian_nll_loss(found.mean, y, found.log_variance.exp())
-        amp.backward(loss)
-        amp.step()
-        losses.append(loss.item())
-    return losses
+        return F.gaussian_nll_loss(found.mean, y, found.log_variance.exp())
+
+    return trained(prepare, model, torch.optim.RMSprop(model.parameters(), lr=2e-3), steps, loss_fn)

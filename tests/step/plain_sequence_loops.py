@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.step.plain_loops import Prepare, adamw, loop
+from tests.loops.swap import Prepare, trained
+from tests.step.plain_loops import adamw, loop
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -28,18 +29,13 @@ class Decoder(nn.Module):
 @loop
 def language_model(prepare: Prepare, steps: int) -> list[float]:
     model = Decoder()
-    optimizer = adamw(model)
-    amp = prepare(model, optimizer)
     tokens = (torch.arange(8)[:, None] + torch.arange(13)) % 20
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
+
+    def loss_fn() -> Tensor:
         logits = model(tokens[:, :-1])
-        loss = F.cross_entropy(logits.reshape(-1, 20), tokens[:, 1:].reshape(-1))
-        amp.backward(loss)
-        amp.step()
-        losses.append(loss.item())
-    return losses
+        return F.cross_entropy(logits.reshape(-1, 20), tokens[:, 1:].reshape(-1))
+
+    return trained(prepare, model, adamw(model), steps, loss_fn)
 
 
 class Recurrent(nn.Module):
@@ -54,20 +50,15 @@ class Recurrent(nn.Module):
 
 def _recurrent(cell: type[nn.RNNBase], prepare: Prepare, steps: int) -> list[float]:
     model = Recurrent(cell)
-    optimizer = adamw(model)
-    amp = prepare(model, optimizer)
     x = torch.randn(8, 10, 3)
     y = x.cumsum(1).tanh()[..., :1]
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
+
+    def loss_fn() -> Tensor:
         first, state = model(x[:, :5])
         second, _ = model(x[:, 5:], state)
-        loss = F.smooth_l1_loss(torch.cat([first, second], 1), y)
-        amp.backward(loss)
-        amp.step()
-        losses.append(loss.item())
-    return losses
+        return F.smooth_l1_loss(torch.cat([first, second], 1), y)
+
+    return trained(prepare, model, adamw(model), steps, loss_fn)
 
 
 @loop
@@ -88,14 +79,9 @@ def bert(prepare: Prepare, steps: int) -> list[float]:
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     model = transformers.BertForSequenceClassification(config)
-    optimizer = adamw(model)
-    amp = prepare(model, optimizer)
     tokens, mask, labels = torch.randint(0, 50, (12, 9)), torch.ones(12, 9, dtype=torch.long), torch.arange(12) % 3
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(input_ids=tokens, attention_mask=mask).logits, labels)
-        amp.backward(loss)
-        amp.step()
-        losses.append(loss.item())
-    return losses
+
+    def loss_fn() -> Tensor:
+        return F.cross_entropy(model(input_ids=tokens, attention_mask=mask).logits, labels)
+
+    return trained(prepare, model, adamw(model), steps, loss_fn)

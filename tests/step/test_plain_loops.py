@@ -9,8 +9,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.loops.swap import Fp32
 from tests.step import plain_sequence_loops  # noqa: F401  # adds its loops
-from tests.step.plain_loops import LOOPS, Fp32
+from tests.step.plain_loops import LOOPS
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence
