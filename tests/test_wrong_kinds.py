@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.messages import message_of
 from torch import nn
 
 import mezzo
@@ -212,12 +213,14 @@ def test_what_is_no_such_value_is_refused_in_a_sentence(door: str) -> None:
 
 
 def test_the_sentence_names_call_argument_what_came_and_what_to_give() -> None:
-    with pytest.raises(PolicyError) as given:
-        check_given("next_state", "state", nn.Linear, LossScale, "a LossScale", PolicyError)
-    assert str(given.value) == "next_state was given the class Linear for state; give a LossScale."
-    with pytest.raises(ConfigError) as flag:
-        as_flag("to_text", "full", torch.ones(2))
-    assert str(flag.value) == "to_text was given Tensor for full; give True or False."
+    assert (
+        message_of(PolicyError, check_given, "next_state", "state", nn.Linear, LossScale, "a LossScale", PolicyError)
+        == "next_state was given the class Linear for state; give a LossScale."
+    )
+    assert (
+        message_of(ConfigError, as_flag, "to_text", "full", torch.ones(2))
+        == "to_text was given Tensor for full; give True or False."
+    )
 
 
 def test_a_policy_file_without_an_end_is_refused() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
 import torch
+from tests.messages import message_of
 from torch import Tensor, nn
 
 from mezzo.errors import ScalerError
@@ -40,9 +40,7 @@ def one() -> nn.Parameter:
 def refused(run: Callable[[Scaler], object], kind: type[Exception] = ScalerError, **arguments: Any) -> str:
     """Return the message by which ours refuses what torch's scaler does without a word."""
     run(Scaler("cpu"))
-    with pytest.raises(kind) as refusal:
-        run(GradScaler("cpu", **arguments))
-    return str(refusal.value)
+    return message_of(kind, run, GradScaler("cpu", **arguments))
 
 
 def network() -> nn.Module:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.messages import message_of
 from tests.policy.policies import NASTY, NO_DEFAULTS, policies
 
 from mezzo.errors import PolicyError
@@ -196,9 +197,7 @@ KEYS = (
     ],
 )  # fmt: skip
 def test_an_error_says_where_and_what_to_write(text: str, reason: str) -> None:
-    with pytest.raises(PolicyError) as raised:
-        Policy.parse(text)
-    assert str(raised.value) == f"cannot parse policy {text!r}{reason}"
+    assert message_of(PolicyError, Policy.parse, text) == f"cannot parse policy {text!r}{reason}"
 
 
 words = st.sampled_from(
@@ -259,9 +258,7 @@ class TestAsPolicy:
         ],
     )
     def test_a_dict_with_an_unknown_preset_is_refused(self, preset: object, reason: str) -> None:
-        with pytest.raises(PolicyError) as raised:
-            as_policy({"preset": preset})
-        assert str(raised.value) == reason
+        assert message_of(PolicyError, as_policy, {"preset": preset}) == reason
 
     @pytest.mark.parametrize("name", ["fp32", "fp16", "bf16"])
     def test_a_dtype_is_the_preset_that_computes_in_it(self, name: str) -> None:

@@ -10,6 +10,7 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
+from tests.messages import message_of
 from tests.train.small import metrics, trained_in
 
 from mezzo.errors import CheckpointError, ConfigError
@@ -108,9 +109,7 @@ def test_a_damaged_record_is_named_with_its_line(
 ) -> None:
     lines = (trained.out / "metrics.jsonl").read_bytes().split(b"\n")
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*lines[: line - 1], content, *lines[line - 1 :]]))
-    with pytest.raises(CheckpointError) as refusal:
-        read_metrics(tmp_path / "metrics.jsonl")
-    assert str(refusal.value) == (
+    assert message_of(CheckpointError, read_metrics, tmp_path / "metrics.jsonl") == (
         f"{tmp_path / 'metrics.jsonl'} is damaged: line {line} is no record of an update or an evaluation. "
         "Remove it, and the run goes on with a new one."
     )
@@ -149,9 +148,7 @@ def test_a_best_model_that_is_gone_is_told_before_training_goes_on(trained: Trai
     """The hub was asked for a model of the folder's name."""
     shutil.copytree(trained.out, tmp_path / "out")
     shutil.rmtree(tmp_path / "out" / "best")
-    with pytest.raises(CheckpointError) as refusal:
-        run(trained.replace(out=tmp_path / "out", resume=True))
-    assert str(refusal.value) == (
+    assert message_of(CheckpointError, run, trained.replace(out=tmp_path / "out", resume=True)) == (
         f"the best model of the run, that of update {metrics(trained.out)[-1]['step']}, is not in {tmp_path / 'out' / 'best'}. "
         "Bring it back, or start again with --overwrite."
     )
