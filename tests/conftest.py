@@ -7,11 +7,13 @@ import itertools
 import os
 import random
 import sys
+from collections.abc import Iterator
 
 import hypothesis
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 hypothesis.settings.register_profile("two-cores", deadline=None, derandomize=True, max_examples=50)
 hypothesis.settings.load_profile("two-cores")
@@ -39,6 +41,14 @@ def accelerate_starts_anew() -> None:
     if (state := sys.modules.get("accelerate.state")) is not None:
         state.AcceleratorState._reset_state(reset_partial_state=True)
         state.GradientState._reset_state()
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """Have a process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 FROZEN_AFTER = (10, 100, 300, 1000, 3000)

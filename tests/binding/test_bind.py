@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import threading
 import warnings
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.saved import through_a_file
 from tests.step.step_models import Dtypes, Net, twin
 from tests.torch_versions import traces_regions
 from torch import Tensor, nn
@@ -82,10 +82,7 @@ class TestEveryWayOfCalling:
 
     def test_torch_save(self, case: Any) -> None:
         model, x, out, _ = case
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        assert torch.equal(torch.load(file, weights_only=False)(x), out)
+        assert torch.equal(through_a_file(model, weights_only=False)(x), out)
 
     def test_functional_call(self, case: Any) -> None:
         model, x, out, _ = case

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.kernels.test_convolution import distance, needs_pairs
+from tests.saved import through_a_file
 from tests.tolerance import relative
 from tests.torch_versions import traces_regions
 from torch import Tensor, nn
@@ -24,22 +24,31 @@ from mezzo.kernels.ops.convolution import cpu
 BF16 = torch.bfloat16
 
 
-class Block(nn.Module):
-    """Convolutions as residual networks have them; `how` is plain, checkpoint or reentrant."""
+class Checkpointed(nn.Module):
+    """Runs its `main`, in a checkpoint where asked; `how` is plain, checkpoint or reentrant."""
+
+    main: Callable[[Tensor], Tensor]
 
     def __init__(self, how: str = "plain") -> None:
         super().__init__()
         self.how = how
-        self.first, self.norm = nn.Conv2d(32, 64, 3, 2, 1, bias=False), nn.BatchNorm2d(64, track_running_stats=False)
-        self.second = nn.Conv2d(64, 64, 3, padding=1)
-
-    def main(self, x: Tensor) -> Tensor:
-        return self.second(F.relu(self.norm(self.first(x))))  # type: ignore[no-any-return]
 
     def forward(self, x: Tensor) -> Tensor:
         if self.how == "plain":
             return self.main(x)
         return checkpoint(self.main, x, use_reentrant=self.how == "reentrant")  # type: ignore[no-any-return]
+
+
+class Block(Checkpointed):
+    """Convolutions as residual networks have them."""
+
+    def __init__(self, how: str = "plain") -> None:
+        super().__init__(how)
+        self.first, self.norm = nn.Conv2d(32, 64, 3, 2, 1, bias=False), nn.BatchNorm2d(64, track_running_stats=False)
+        self.second = nn.Conv2d(64, 64, 3, padding=1)
+
+    def main(self, x: Tensor) -> Tensor:
+        return self.second(F.relu(self.norm(self.first(x))))  # type: ignore[no-any-return]
 
 
 class Calls:
@@ -105,11 +114,9 @@ def test_a_prepared_model_takes_it_inside_a_checkpoint_too(how: str, calls: Call
 @needs_pairs
 def test_a_copy_and_a_pickle_take_it_along(calls: Calls) -> None:
     model, x = prepared(Block()), torch.randn(4, 32, 8, 8)
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
+    saved = through_a_file(model, weights_only=False)
     want = trained(copy.deepcopy(model), x)
-    for other in (model, torch.load(buffer, weights_only=False)):
+    for other in (model, saved):
         assert all(map(torch.equal, trained(other, x), want))
     assert calls.count == 6
 

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.binding.test_convolution import autocast, prepared, trained
+from tests.binding.test_convolution import Checkpointed, autocast, prepared, trained
 from tests.kernels.test_dropout import needs_kernel
 from tests.torch_versions import warns_of_breaks
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from mezzo.binding import own_ops
@@ -38,20 +37,15 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return seen
 
 
-class Dropped(nn.Module):
-    """Ops in which only dropout runs another way than torch's; `how` is plain, checkpoint or reentrant."""
+class Dropped(Checkpointed):
+    """Ops in which only dropout runs another way than torch's."""
 
     def __init__(self, how: str = "plain", inplace: bool = False) -> None:
-        super().__init__()
-        self.how, self.drop, self.weight = how, nn.Dropout(0.3, inplace), nn.Parameter(torch.randn(64))
+        super().__init__(how)
+        self.drop, self.weight = nn.Dropout(0.3, inplace), nn.Parameter(torch.randn(64))
 
     def main(self, x: Tensor) -> Tensor:
         return self.drop((x * self.weight).to(BF16)) * 2
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.how == "plain":
-            return self.main(x)
-        return checkpoint(self.main, x, use_reentrant=self.how == "reentrant")  # type: ignore[no-any-return]
 
 
 def seeded(run: Any, *args: Any) -> list[Tensor]:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.binding.test_convolution import autocast, prepared, trained
+from tests.binding.test_convolution import Checkpointed, autocast, prepared, trained
 from tests.kernels.test_convolution import IS_COMPILED
 from tests.kernels.test_linear_training import needs_kernel
+from tests.saved import through_a_file
 from tests.tolerance import relative
 from tests.torch_versions import traces_regions
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
-from torch.utils.checkpoint import checkpoint
 
 import mezzo
 from mezzo.binding import own_ops
@@ -31,21 +30,15 @@ from mezzo.kernels.ops.linear_training import cpu
 BF16 = torch.bfloat16
 
 
-class Block(nn.Module):
-    """Two layers; `how` is plain, checkpoint or reentrant."""
+class Block(Checkpointed):
+    """Two layers."""
 
     def __init__(self, how: str = "plain") -> None:
-        super().__init__()
-        self.how = how
+        super().__init__(how)
         self.first, self.second = nn.Linear(64, 96, bias=False), nn.Linear(96, 32)
 
     def main(self, x: Tensor) -> Tensor:
         return self.second(F.relu(self.first(x)))  # type: ignore[no-any-return]
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.how == "plain":
-            return self.main(x)
-        return checkpoint(self.main, x, use_reentrant=self.how == "reentrant")  # type: ignore[no-any-return]
 
 
 class Calls:
@@ -106,11 +99,9 @@ def test_layers_of_attention_take_it_too(how: str, calls: Calls) -> None:
 @needs_kernel
 def test_a_copy_and_a_pickle_take_it_along(calls: Calls) -> None:
     model, x = prepared(Block()), torch.randn(8, 64)
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
+    saved = through_a_file(model, weights_only=False)
     want = trained(copy.deepcopy(model), x)
-    for other in (model, torch.load(buffer, weights_only=False)):
+    for other in (model, saved):
         assert all(map(torch.equal, trained(other, x), want))
     assert calls.count == 6
 

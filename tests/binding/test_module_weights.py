@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -159,14 +159,11 @@ def test_threads_that_run_one_model_at_once_leave_it_as_wide_as_it_was() -> None
     before = [t.clone() for t in stored(model)]
     mezzo.prepare(model, None, "bf16")
 
-    def run() -> None:
+    def run(_: int) -> None:
         with torch.no_grad():
             for _ in range(200):
                 model(torch.randn(2, 4))
 
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(run, range(4)))
     assert_as_stored(model, before)

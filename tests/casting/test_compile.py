@@ -9,21 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+from tests.casting.test_cast_cache import BF16, REGIONS
 from tests.torch_versions import traces_regions, warns_of_breaks
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from mezzo import Policy
 from mezzo.casting import autocast, cast_cache, custom_bwd, custom_fwd
 
-BF16 = torch.bfloat16
-MEZZO = Policy(compute=BF16, ops="mezzo")
-REGIONS = {
-    "dispatcher": {"dtype": BF16},
-    "mode": {"policy": MEZZO},
-    "persistent": {"policy": MEZZO, "cache": "persistent"},
-}
 # Around a compiled function a region of torch's own table is state, one with rules is a mode to be traced.
 AROUND = ["dispatcher", *(pytest.param(name, marks=traces_regions) for name in ("mode", "persistent"))]
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -7,20 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.casting.test_cast_cache import BF16, REGIONS
 from torch import nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import mezzo.casting.frame
-from mezzo import Policy, checkpoint_contexts
+from mezzo import checkpoint_contexts
 from mezzo.casting import autocast
-
-BF16 = torch.bfloat16
-MEZZO = Policy(compute=BF16, ops="mezzo")
-REGIONS = {
-    "dispatcher": {"dtype": BF16},
-    "mode": {"policy": MEZZO},
-    "persistent": {"policy": MEZZO, "cache": "persistent"},
-}
 
 
 class Block(nn.Module):

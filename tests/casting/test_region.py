@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -142,11 +143,8 @@ def test_several_threads_share_one_instance(region: autocast) -> None:
                 seen[k].add(product())
         seen[k].add(product())
 
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     assert all(dtypes == {BF16, FP32} for dtypes in seen.values())
 
 

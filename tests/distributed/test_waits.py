@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -26,12 +26,8 @@ class Work:
 
 
 @pytest.fixture
-def group() -> Iterator[Group]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield Group(timeout=timedelta(seconds=3))
-    finally:
-        dist.destroy_process_group()
+def group(one_rank: None) -> Group:
+    return Group(timeout=timedelta(seconds=3))
 
 
 COLLECTIVES: dict[str, Callable[[Group, Tensor], Any]] = {

@@ -54,17 +54,14 @@ def test_every_rank_has_a_row_and_nothing_is_lost(numel: int) -> None:
     assert rows.sum() == values.sum()
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_the_error_of_a_rank_that_is_lost_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch looks the group up to log the error, and raised that it did not find it."""
 
     def lost(*_: object) -> Tensor:
         raise RuntimeError("connection closed by peer 1")
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        replicas = WideReplicas(dist.new_group([0]))
-        monkeypatch.setattr(wide_sum, "_part_of_sum", lost)
-        with pytest.raises(RuntimeError, match="closed by peer 1"):
-            dist.all_reduce(torch.ones(4, dtype=torch.bfloat16), group=replicas)
-    finally:
-        dist.destroy_process_group()
+    replicas = WideReplicas(dist.new_group([0]))
+    monkeypatch.setattr(wide_sum, "_part_of_sum", lost)
+    with pytest.raises(RuntimeError, match="closed by peer 1"):
+        dist.all_reduce(torch.ones(4, dtype=torch.bfloat16), group=replicas)

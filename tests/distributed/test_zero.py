@@ -22,23 +22,30 @@ with warnings.catch_warnings():  # it still goes through torch.jit.script (2.13)
 pytestmark = pytest.mark.distributed
 
 
+def _net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+
+
+def _adamw(net: nn.Module, is_divided: bool, **options: Any) -> torch.optim.Optimizer:
+    if is_divided:
+        return ZeroRedundancyOptimizer(net.parameters(), optimizer_class=mezzo.optim.AdamW, **options)
+    return mezzo.optim.AdamW(net.parameters(), **options)
+
+
+def _loss(ddp: nn.Module, rank: int, step: int) -> Tensor:
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+    return (ddp(x).float() - x.sum(1, keepdim=True)).square().mean()
+
+
 def _train(rank: int, world: int, policy: str, is_divided: bool, seed: int) -> list[Tensor]:
     torch.manual_seed(seed * rank)
-    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
-    master = mezzo.Policy.parse(policy).master
-    options = {"lr": 0.05, "master": master}
-    optimizer: torch.optim.Optimizer
-    if is_divided:
-        optimizer = ZeroRedundancyOptimizer(net.parameters(), optimizer_class=mezzo.optim.AdamW, **options)
-    else:
-        optimizer = mezzo.optim.AdamW(net.parameters(), **options)
+    net = _net()
+    optimizer = _adamw(net, is_divided, lr=0.05, master=mezzo.Policy.parse(policy).master)
     amp = mezzo.prepare(net, optimizer, policy)
     ddp = DistributedDataParallel(net)
     for step in range(4):
         amp.zero_grad()
-        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
-        loss = (ddp(x).float() - x.sum(1, keepdim=True)).square().mean()
-        amp.backward(loss * (torch.inf if step == 2 and rank == 1 else 1.0))
+        amp.backward(_loss(ddp, rank, step) * (torch.inf if step == 2 and rank == 1 else 1.0))
         assert amp.step().applied is (step != 2)
     return [p.detach().clone() for p in net.parameters()]
 
@@ -126,18 +133,12 @@ Weights = dict[str, Tensor]
 
 def _exported(rank: int, world: int, policy: str, is_divided: bool, is_released: bool) -> Weights:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
-    optimizer: torch.optim.Optimizer
-    if is_divided:
-        optimizer = ZeroRedundancyOptimizer(net.parameters(), optimizer_class=mezzo.optim.AdamW, lr=0.003)
-    else:
-        optimizer = mezzo.optim.AdamW(net.parameters(), lr=0.003)
-    amp = mezzo.prepare(net, optimizer, policy)
+    net = _net()
+    amp = mezzo.prepare(net, _adamw(net, is_divided, lr=0.003), policy)
     ddp = DistributedDataParallel(net)
     for step in range(3):
         amp.zero_grad()
-        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
-        amp.backward((ddp(x).float() - x.sum(1, keepdim=True)).square().mean())
+        amp.backward(_loss(ddp, rank, step))
         amp.step()
     if not is_released:
         return amp.export_weights()
@@ -159,7 +160,7 @@ def _run_on(
     rank: int, policy: str, steps: range, state: dict[str, Any] | None = None, how: str = "all at once"
 ) -> tuple[mezzo.Stepper, ZeroRedundancyOptimizer]:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+    net = _net()
     optimizer = ZeroRedundancyOptimizer(
         net.parameters(), optimizer_class=mezzo.optim.AdamW, lr=0.01 if state else 0.003
     )
@@ -169,8 +170,7 @@ def _run_on(
     ddp = DistributedDataParallel(net)
     for step in steps:
         amp.zero_grad()
-        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
-        amp.backward((ddp(x).float() - x.sum(1, keepdim=True)).square().mean())
+        amp.backward(_loss(ddp, rank, step))
         amp.step()
     return amp, optimizer
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
@@ -83,13 +82,6 @@ def test_weights_are_those_of_prepare(policy: str, case: Case, tmp_path: Path) -
     else:
         _, model, scheduler, _ = run(policy, case)
     loops.assert_same(model, scheduler, policy, case)
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

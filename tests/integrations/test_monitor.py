@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from tests.diagnose.test_off import Ops
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import mezzo
 from mezzo.errors import ConfigError
@@ -94,16 +93,6 @@ class Unread:
     """The result of a step that the host has not read; asking it for more is an error."""
 
     is_read = False
-
-
-class Ops(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def test_closing_ends_it() -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import math
 from typing import Any
 
 import pytest
 import torch
 from tests.messages import message_of
+from tests.saved import through_a_file
 from torch import Tensor, nn
 
 from mezzo.errors import CheckpointError
@@ -42,12 +42,7 @@ class Run:
         return torch.cat([param.detach().flatten() for param in self.model.parameters()])
 
     def saved(self) -> dict[str, Any]:
-        file = io.BytesIO()
-        parts = ("model", "optimizer", "scaler")
-        torch.save({part: getattr(self, part).state_dict() for part in parts}, file)
-        file.seek(0)
-        loaded: dict[str, Any] = torch.load(file, weights_only=True)
-        return loaded
+        return through_a_file({part: getattr(self, part).state_dict() for part in ("model", "optimizer", "scaler")})
 
     def load(self, saved: dict[str, Any], *parts: str) -> None:
         for part in parts:

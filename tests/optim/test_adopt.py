@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import warnings
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.optim.streams import equal, feed, gradients, parameters, snapshot
+from tests.saved import through_a_file
 from torch import Tensor
 from torch.optim.lr_scheduler import StepLR
 
@@ -111,10 +111,7 @@ def test_the_state_dict_is_torchs_and_moves_both_ways(torchs: Any, ours: Any, op
     policy = Policy.parse("bf16-master")
     got = adopted(torchs, options, policy)
     run([got], policy, 3)
-    file = io.BytesIO()
-    torch.save(got.state_dict(), file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
+    saved = through_a_file(got.state_dict())
     plain = torchs([torch.nn.Parameter(got.master(p).clone()) for p in params_of(got)], **options)
     assert [group.keys() for group in saved["param_groups"]] == [g.keys() for g in plain.state_dict()["param_groups"]]
     plain.load_state_dict(copy.deepcopy(saved))

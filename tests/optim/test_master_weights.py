@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections import OrderedDict
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import torch
 from tests.messages import message_of
 from tests.optim.streams import bits, equal, feed, gradients, parameters, snapshot
+from tests.saved import through_a_file
 
 from mezzo.errors import ConfigError, StepError
 from mezzo.optim import SGD, AdamW, MasterWeights
@@ -181,13 +181,11 @@ def test_resume_is_bit_identical(
     stream = list(gradients(params_of(one), 6, torch.bfloat16))
     for grads in stream[:3]:
         feed(one, grads)
-    file = io.BytesIO()
-    torch.save(one.state_dict(), file)
-    file.seek(0)
+    saved = through_a_file(one.state_dict())
     with torch.no_grad():
         for new, old in zip(params_of(other), params_of(one), strict=True):
             new.copy_(old)
-    other.load_state_dict(torch.load(file, weights_only=True))
+    other.load_state_dict(saved)
     copied, pickled = copy.deepcopy(one), pickle.loads(pickle.dumps(one))
     for optimizer in (one, other, copied, pickled):
         for grads in stream[3:]:

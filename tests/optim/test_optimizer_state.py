@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import logging
 import pickle
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.optim.streams import equal, feed, gradients, parameters, snapshot
+from tests.saved import through_a_file
 from torch import Tensor
 
 from mezzo.errors import ConfigError
@@ -39,13 +39,6 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def go_on(optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
     for grads in gradients(parameters(torch.float32), steps, torch.bfloat16, seed=9):
         feed(optimizer, grads)
-
-
-def through_a_file(state: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def moved(source: Any, target: Any) -> Any:

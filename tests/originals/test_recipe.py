@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-import io
 import time
 from typing import Any
 
 import pytest
 import torch
 from tests.originals.libraries import PRECISIONS, Library, batches, check_same, make_model, weights
+from tests.saved import through_a_file
 from torch import nn
 
 WIDTH, LAYERS, EPOCHS = 16, 3, 3
@@ -102,10 +102,7 @@ def test_save_and_resume_with_and_without_amp(precision: str, then: str) -> None
     def program(library: Library, region: dict[str, Any]) -> object:
         before = fresh(library, region["enabled"])
         train(library, region, before, 5)
-        file = io.BytesIO()
-        torch.save({name: part.state_dict() for name, part in before.items()}, file)
-        file.seek(0)
-        checkpoint = torch.load(file, weights_only=True)
+        checkpoint = through_a_file({name: part.state_dict() for name, part in before.items()})
         after = fresh(library, PRECISIONS[then]["enabled"])
         for name in ("model", "optimizer"):
             after[name].load_state_dict(checkpoint[name])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from tests.policy.policies import NO_DEFAULTS, policies
+from tests.saved import through_a_file
 from tests.train.test_checkpoint import full_disk
 
 from mezzo.errors import PolicyError
@@ -46,10 +46,7 @@ def leaves(value: object) -> Iterator[object]:
 def test_the_plain_form_survives_a_weights_only_checkpoint(policy: Policy) -> None:
     document = policy.to_dict()
     assert {type(leaf) for leaf in leaves(document)} <= {str, int, float, bool}
-    file = io.BytesIO()
-    torch.save({"policy": document}, file)
-    file.seek(0)
-    assert Policy.from_dict(torch.load(file, weights_only=True)["policy"]) == policy
+    assert Policy.from_dict(through_a_file({"policy": document})["policy"]) == policy
 
 
 @pytest.mark.parametrize("policy", [NO_DEFAULTS, *PRESETS.values()])

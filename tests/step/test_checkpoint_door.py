@@ -32,12 +32,17 @@ def make(policy: str = "fp16-master, scaling.init_scale=256", lr: float = 0.01) 
 State = dict[str, Any]
 
 
+def _entry(state: Any, path: str) -> tuple[Any, Any]:
+    *way, last = [int(key) if key.isdigit() else key for key in path.split("/")]
+    for key in way:
+        state = state[key]
+    return state, last
+
+
 def _set(path: str, value: Any) -> Callable[[State], None]:
     def change(state: State) -> None:
-        *way, last = [int(key) if key.isdigit() else key for key in path.split("/")]
-        for key in way:
-            state = state[key]
-        state[last] = value
+        holder, last = _entry(state, path)
+        holder[last] = value
 
     return change
 
@@ -53,10 +58,8 @@ def _widen(path: str) -> Callable[[State], None]:
 
 def _drop(path: str) -> Callable[[State], None]:
     def change(state: State) -> None:
-        *way, last = [int(key) if key.isdigit() else key for key in path.split("/")]
-        for key in way:
-            state = state[key]
-        del state[last]
+        holder, last = _entry(state, path)
+        del holder[last]
 
     return change
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
+from tests.saved import through_a_file
 from tests.step.replay_models import FeedForward, LogOfZero, fail
 from tests.step.step_models import batch, mse, prepared, twin
 from torch import Tensor, nn
@@ -102,15 +99,19 @@ def test_a_chain_is_demoted_in_one_skipped_step() -> None:
     assert amp.counters().demoted == ("module:1=fp32", "module:2=fp32")
 
 
-def test_a_gradient_that_no_scale_mends() -> None:
-    model = nn.Sequential(nn.Linear(4, 64), Steep())
-    _, amp = prepared("fp16, output=fp32, scaling.init_scale=4, guard.on_overflow=demote", "sgd", model)
+def steps_taken(amp: mezzo.Stepper, num: int) -> list[bool]:
     taken = []
-    for _ in range(5):
+    for _ in range(num):
         amp.zero_grad()
         amp.backward((amp.model(torch.randn(4, 4)) * 1e3).sum())
         taken.append(bool(amp.step()))
-    assert taken == [False, False, False, True, True]
+    return taken
+
+
+def test_a_gradient_that_no_scale_mends() -> None:
+    model = nn.Sequential(nn.Linear(4, 64), Steep())
+    _, amp = prepared("fp16, output=fp32, scaling.init_scale=4, guard.on_overflow=demote", "sgd", model)
+    assert steps_taken(amp, 5) == [False, False, False, True, True]
     assert amp.counters().demoted == ("module:1=fp32",)
     assert amp.scale == 4.0, "the scale fell for an overflow that is mended now"
 
@@ -120,11 +121,7 @@ def test_a_demotion_begins_patience_anew() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 64), Steep())
     _, amp = prepared("fp16, output=fp32, guard.on_overflow=demote", "sgd", model)
-    taken = []
-    for _ in range(40):
-        amp.zero_grad()
-        amp.backward((amp.model(torch.randn(4, 4)) * 1e3).sum())
-        taken.append(bool(amp.step()))
+    taken = steps_taken(amp, 40)
     assert amp.counters().demoted == ("module:1=fp32",)
     assert not any(taken[:17]) and taken[-1]
 
@@ -171,11 +168,9 @@ def test_an_overflow_beyond_fp32_demotes_nothing() -> None:
 def test_what_was_demoted_is_saved_with_the_run(again: str) -> None:
     _, amp = prepared(DEMOTE, "sgd", Plain())
     train(amp, [batch() for _ in range(3)])
-    saved = io.BytesIO()
-    torch.save(amp.state_dict(), saved)
-    saved.seek(0)
+    saved = through_a_file(amp.state_dict())
     _, resumed = prepared(DEMOTE.replace("demote", again), "sgd", Plain())
-    said = resumed.load_state_dict(torch.load(saved, weights_only=True))
+    said = resumed.load_state_dict(saved)
     assert (str(resumed.policy) == str(amp.policy)) is (again == "demote")
     assert (said == ()) is (again == "demote")
     if again == "demote":
@@ -214,13 +209,6 @@ def test_where_it_cannot_be_kept_it_is_refused(policy: str, name: str, words: st
             mezzo.prepare(model, mezzo.optim.AdamW(model.parameters(), master="fp32"), policy)
         else:
             prepared(policy, name, Plain())
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
+from tests.saved import through_a_file
 from tests.step.step_models import assert_same, everything
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -70,10 +70,7 @@ def test_a_first_step_that_finds_no_memory_leaves_no_state_half_made(kind: str, 
         if no_memory.left >= 0:
             break
         is_halfway = not all(map(torch.equal, before, amp.model.parameters()))
-        file = io.BytesIO()
-        torch.save(amp.state_dict(), file)
-        file.seek(0)
-        other.load_state_dict(torch.load(file, weights_only=True))
+        other.load_state_dict(through_a_file(amp.state_dict()))
         if is_halfway:
             with pytest.raises(StepError, match=r"failed, when .* or weights written"):
                 amp.step()

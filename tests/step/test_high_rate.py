@@ -28,15 +28,19 @@ def deep() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(32, 1))
 
 
+def train(amp: mezzo.Stepper, steps: int, factor: float = 1.0) -> None:
+    x = torch.randn(64, 32)
+    for _ in range(steps):
+        amp.zero_grad()
+        amp.backward((factor * amp.model(x) - x.sum(1, keepdim=True)).square().mean())
+        amp.step()
+
+
 def blow_up(optimizer: str, policy: str) -> str:
     model = deep()
     amp = mezzo.prepare(model, OPTIMIZERS[optimizer](model.parameters()), f"{policy}, guard.check_every=0")
-    x = torch.randn(64, 32)
     with pytest.raises((NonFiniteStep, LossScaleExhausted)) as caught:
-        for _ in range(60):
-            amp.zero_grad()
-            amp.backward((model(x) - x.sum(1, keepdim=True)).square().mean())
-            amp.step()
+        train(amp, 60)
     return str(caught.value)
 
 
@@ -64,14 +68,10 @@ def test_the_rate_is_named_where_bf16_overflows(optimizer: str) -> None:
 def test_the_rate_is_named_where_squares_of_gradients_overflow(policy: str, kind: type[torch.optim.AdamW]) -> None:
     model = deep()
     amp = mezzo.prepare(model, kind(model.parameters(), lr=1000.0), policy)
-    x = torch.randn(64, 32)
     with pytest.raises(
         InvariantError, match=r"exp_avg_sq.* hold inf or NaN.* at lr=1000 .*the learning rate is too high"
     ):
-        for _ in range(5):
-            amp.zero_grad()
-            amp.backward((model(x) - x.sum(1, keepdim=True)).square().mean())
-            amp.step()
+        train(amp, 5)
 
 
 def test_the_rate_is_named_where_no_weight_is_finite_any_more() -> None:
@@ -94,12 +94,8 @@ def test_a_large_gradient_at_a_small_rate_blames_no_rate() -> None:
 def test_the_rate_is_named_of_optimizers_that_divide_by_a_running_norm(kind: type[torch.optim.Optimizer]) -> None:
     model = deep()
     amp = mezzo.prepare(model, kind(model.parameters(), lr=1000.0), "bf16, guard.check_every=0, guard.patience=2")  # type: ignore[call-arg]
-    x = torch.randn(64, 32)
     with pytest.raises((NonFiniteStep, InvariantError), match=r"at lr=1000 was .*the learning rate is too high"):
-        for _ in range(60):
-            amp.zero_grad()
-            amp.backward((1e3 * model(x) - x.sum(1, keepdim=True)).square().mean())
-            amp.step()
+        train(amp, 60, factor=1e3)
 
 
 def test_a_clipped_gradient_that_was_large_is_no_update_that_was() -> None:

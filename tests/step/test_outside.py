@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.saved import through_a_file
 from tests.step.step_models import Net
 from torch import Tensor, nn
 
@@ -44,13 +44,6 @@ def step(amp: mezzo.Stepper, outside: list[nn.Parameter], seed: int) -> None:
     assert amp.step()
 
 
-def on_disk(state: dict[str, Any]) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("how", ["state_dict", "folder"])
 def test_they_go_on_bit_for_bit(policy: str, how: str, tmp_path: Path) -> None:
@@ -61,7 +54,7 @@ def test_they_go_on_bit_for_bit(policy: str, how: str, tmp_path: Path) -> None:
         save_checkpoint(amp, tmp_path / "saved")
         load_checkpoint(resumed, tmp_path / "saved")
     else:
-        assert resumed.load_state_dict(on_disk(amp.state_dict())) == ()
+        assert resumed.load_state_dict(through_a_file(amp.state_dict())) == ()
     for run, params in ((amp, outside), (resumed, other)):
         step(run, params, seed=7)
     assert not torch.equal(outside[0], torch.ones(3))
@@ -73,7 +66,7 @@ def test_they_are_saved_beside_weights_that_are_saved_elsewhere() -> None:
     amp, outside = trained("bf16")
     model, other, optimizer = build()
     resumed = mezzo.prepare(model, optimizer, "bf16")
-    resumed.load_state_dict(on_disk(amp.state_dict(weights=False)))
+    resumed.load_state_dict(through_a_file(amp.state_dict(weights=False)))
     assert torch.equal(outside[0], other[0])
 
 

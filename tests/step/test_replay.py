@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from tests.step import replay_models
 from tests.step.replay_models import FeedForward, LogOfZero, Root, fail
 from tests.step.step_models import Net, assert_same, batch, everything, mse, prepared
@@ -236,22 +235,19 @@ def test_nothing_is_kept_while_all_is_well() -> None:
     assert not amp.model._forward_hooks
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_a_model_inside_ddp_is_run_again_without_its_wrapper() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model = FeedForward()
-        _, amp = prepared("fp16, output=fp32, guard.patience=2", "adamw", model)
-        wrapped = DistributedDataParallel(model)
-        x, y = batch()
-        with pytest.raises(NonFiniteStep) as caught:
-            for _ in range(4):
-                amp.zero_grad()
-                amp.backward(mse(wrapped(x), y))
-                amp.step()
-        assert amp.consensus is not None
-        assert caught.value.report.faults[0].module == "down"
-    finally:
-        dist.destroy_process_group()
+    model = FeedForward()
+    _, amp = prepared("fp16, output=fp32, guard.patience=2", "adamw", model)
+    wrapped = DistributedDataParallel(model)
+    x, y = batch()
+    with pytest.raises(NonFiniteStep) as caught:
+        for _ in range(4):
+            amp.zero_grad()
+            amp.backward(mse(wrapped(x), y))
+            amp.step()
+    assert amp.consensus is not None
+    assert caught.value.report.faults[0].module == "down"
 
 
 def test_the_batch_is_let_go_once_a_step_is_taken() -> None:

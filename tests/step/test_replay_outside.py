@@ -19,6 +19,16 @@ import mezzo
 from mezzo.errors import LossScaleExhausted, NonFiniteStep
 
 
+def after_a_bad_step() -> tuple[mezzo.Stepper, Tensor, Tensor]:
+    """Return a run that follows its next step, and a batch."""
+    _, amp = prepared("fp32, guard.patience=2", "adamw")
+    x, y = batch()
+    amp.backward(mse(amp.model(x), y) * torch.inf)
+    amp.step()
+    amp.zero_grad()
+    return amp, x, y
+
+
 class TestALossOutsideTheModel:
     def run(self, amp: mezzo.Stepper, loss: Callable[[Tensor], Tensor], steps: int = 40) -> BaseException:
         x, _ = batch()
@@ -90,11 +100,7 @@ class TestALossOutsideTheModel:
         assert_same(*found)
 
     def test_an_error_in_the_loss_leaves_no_mode_for_long(self) -> None:
-        _, amp = prepared("fp32, guard.patience=2", "adamw")
-        x, y = batch()
-        amp.backward(mse(amp.model(x), y) * torch.inf)
-        amp.step()
-        amp.zero_grad()
+        amp, x, y = after_a_bad_step()
         with pytest.raises(KeyError):
             raise KeyError(str(amp.model(x).shape))
         assert amp._engine.replay.following is not None
@@ -103,11 +109,7 @@ class TestALossOutsideTheModel:
         assert _get_current_dispatch_mode() is None and not _get_current_function_mode_stack()
 
     def test_a_side_thread_is_left_alone(self) -> None:
-        _, amp = prepared("fp32, guard.patience=2", "adamw")
-        x, y = batch()
-        amp.backward(mse(amp.model(x), y) * torch.inf)
-        amp.step()
-        amp.zero_grad()
+        amp, x, y = after_a_bad_step()
         with ThreadPoolExecutor(1) as pool:
             out = pool.submit(amp.model, x).result()
         assert amp._engine.replay.following is None and not _global_forward_hooks
@@ -115,11 +117,7 @@ class TestALossOutsideTheModel:
         assert amp.step()
 
     def test_a_mode_of_the_users_is_left_alone(self) -> None:
-        _, amp = prepared("fp32, guard.patience=2", "adamw")
-        x, y = batch()
-        amp.backward(mse(amp.model(x), y) * torch.inf)
-        amp.step()
-        amp.zero_grad()
+        amp, x, y = after_a_bad_step()
         with torch.device("cpu"):
             out = amp.model(x)
             assert amp._engine.replay.following is None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from tests.messages import message_of
+from tests.saved import through_a_file
 from tests.step.step_models import OPTIMIZERS, Net, assert_same, batch, everything, mse, twin
 from torch import Tensor, nn
 
@@ -56,14 +56,6 @@ def train(amp: mezzo.Stepper, batches: list[tuple[Tensor, Tensor]], bad: tuple[i
         amp.zero_grad()
         amp.backward(mse(amp.model(x), y) * (float("inf") if index in bad else 1.0))
         amp.step(max_norm=1.0)
-
-
-def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    loaded: dict[str, Any] = torch.load(file, weights_only=True)
-    return loaded
 
 
 @pytest.mark.parametrize("run", RUNS)

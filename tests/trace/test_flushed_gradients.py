@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.fuzz.blocks import Residual
 from torch import Tensor, nn
 
 import mezzo.diagnose as diagnose
@@ -25,15 +26,6 @@ def first_class(z: Tensor, x: Tensor) -> Tensor:
 
 def likelihood(z: Tensor, x: Tensor) -> Tensor:
     return -z.float().log_softmax(-1).mean()
-
-
-class Residual(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(x)
 
 
 def trained(

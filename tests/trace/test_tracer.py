@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.trace.installed import installed
+from tests.trace.test_widening import Nested
 from tests.zoo import faulty_arguments, faulty_forward, healthy
 from torch import Tensor, nn
 
@@ -156,9 +157,9 @@ def test_a_trace_runs_once() -> None:
     )
 
 
-def torch_scaler(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=1000)
-
+def scaled(
+    scaler: torch.amp.GradScaler, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Callable[[Tensor], None]:
     def step(x: Tensor) -> None:
         optimizer.zero_grad()
         scaler.scale(model(x).mean()).backward()
@@ -166,18 +167,14 @@ def torch_scaler(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable
         scaler.update()
 
     return step
+
+
+def torch_scaler(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:
+    return scaled(torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=1000), model, optimizer)
 
 
 def mezzo_scaler(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:
-    scaler = mezzo.GradScaler("cpu", init_scale=64.0, growth_interval=1000)
-
-    def step(x: Tensor) -> None:
-        optimizer.zero_grad()
-        scaler.scale(model(x).mean()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    return step
+    return scaled(mezzo.GradScaler("cpu", init_scale=64.0, growth_interval=1000), model, optimizer)
 
 
 def stepper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:
@@ -208,19 +205,11 @@ def test_steps_are_counted_with_the_skipped_ones(loop) -> None:
 
 
 def test_names_are_relative_to_the_given_model() -> None:
-    class Wrapper(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x)
-
     model = Net()
     model.head.weight.data[0, 0] = math.nan
     for given, name in ((model, "head"), (None, "inner.head")):
         with diagnose.trace(given) as t:
-            Wrapper(model)(torch.randn(4, 8)).sum().backward()
+            Nested(model)(torch.randn(4, 8)).sum().backward()
         assert t.report.findings[0].module == name
 
 

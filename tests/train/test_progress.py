@@ -13,11 +13,16 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_on_a_terminal_a_bar_shows_loss_scale_skipped_updates_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
+    return terminal
+
+
+def test_on_a_terminal_a_bar_shows_loss_scale_skipped_updates_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_a_terminal(monkeypatch)
     with progress_bar(3, 20) as progress:
         progress.update(9, loss=0.4321, lr=1e-3, scale=65536.0, skipped=2)
         progress.note("update 9/20: [dev] accuracy 0.5")
@@ -45,10 +50,7 @@ def test_elsewhere_the_loss_has_a_line_now_and_then(capsys: pytest.CaptureFixtur
 
 
 def test_the_bar_smooths_from_the_first_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
+    terminal = on_a_terminal(monkeypatch)
     with progress_bar(0, 20) as progress:
         progress.update(1, loss=1.0, lr=1e-3, scale=1.0, skipped=0)
         progress.update(2, loss=float("nan"), lr=1e-3, scale=1.0, skipped=1)
