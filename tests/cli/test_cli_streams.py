@@ -19,6 +19,7 @@ from mezzo.cli import main
 from mezzo.train import TrainConfig, trainer
 
 FULL = Path("/dev/full")
+Ended = Callable[..., int]
 
 
 class FullDisk(io.StringIO):
@@ -62,16 +63,22 @@ def test_standard_output_on_a_full_disk_is_named_once() -> None:
     assert (ended.returncode, ended.stderr) == (2, "mezzo --version: standard output: No space left on device.\n")
 
 
-def ending(at: int, end: Callable[[], object]) -> Callable[..., None]:
-    """Return `Trainer._update` that calls `end` before some update, from 0."""
+@pytest.fixture
+def ended(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> Ended:
+    """Train with `end` called before some update, from 0; return the exit code."""
     update = trainer.Trainer._update
 
-    def ended(self: trainer.Trainer, *args: object) -> None:
-        if self.position.step == at:
-            end()
-        update(self, *args)  # type: ignore[arg-type]
+    def train(at: int, end: Callable[[], object], **options: object) -> int:
+        def updated(self: trainer.Trainer, *args: object) -> None:
+            if self.position.step == at:
+                end()
+            update(self, *args)  # type: ignore[arg-type]
 
-    return ended
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer.Trainer, "_update", updated)
+            return main(["train", *words(config.replace(**options))])
+
+    return train
 
 
 def in_a_finalizer(number: str) -> None:
@@ -96,17 +103,10 @@ def in_a_bare_except(number: str) -> None:
 @pytest.mark.parametrize("lose", [in_a_finalizer, in_a_bare_except])
 @pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
 def test_a_signal_that_something_swallowed_ends_the_run(
-    lose: Callable[[str], None],
-    number: str,
-    code: int,
-    config: TrainConfig,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    lose: Callable[[str], None], number: str, code: int, ended: Ended, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = config.replace(epochs=1000)
     before = signal.getsignal(signal.SIGALRM), signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(trainer.Trainer, "_update", ending(1, lambda: lose(number)))
-    assert main(["train", *words(config)]) == code
+    assert ended(1, lambda: lose(number), epochs=1000) == code
     assert (signal.getsignal(signal.SIGALRM), signal.getsignal(signal.SIGINT)) == before
     assert "Go on from the last checkpoint with" in capsys.readouterr().err.splitlines()[-1]
 
@@ -150,9 +150,7 @@ def test_a_script_that_catches_ctrl_c_goes_on_under_doctor(tmp_path: Path, capfd
     assert "went on" in capfd.readouterr().out
 
 
-def test_a_signal_is_raised_once_where_cleaning_up_takes_long(
-    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_is_raised_once_where_cleaning_up_takes_long(ended: Ended) -> None:
     """What ends a run is not interrupted again while it is on its way, not even while its cleaning up meets errors of its own."""
     done: list[str] = []
 
@@ -167,25 +165,16 @@ def test_a_signal_is_raised_once_where_cleaning_up_takes_long(
                 time.sleep(0.5)
             done.append("cleaned up")
 
-    monkeypatch.setattr(trainer.Trainer, "_update", ending(1, end))
-    assert main(["train", *words(config)]) == 143
+    assert ended(1, end) == 143
     assert done == ["cleaned up"]
 
 
 @pytest.mark.parametrize(("number", "code", "what"), [("SIGINT", 130, "the keyboard"), ("SIGTERM", 143, "SIGTERM")])
 def test_a_run_that_is_ended_says_how_to_go_on(
-    number: str,
-    code: int,
-    what: str,
-    config: TrainConfig,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    number: str, code: int, what: str, ended: Ended, config: TrainConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = config.replace(eval_every=2)
     before = signal.getsignal(signal.SIGTERM)
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer.Trainer, "_update", ending(3, lambda: signal.raise_signal(getattr(signal, number))))
-        assert main(["train", *words(config)]) == code
+    assert ended(3, lambda: signal.raise_signal(getattr(signal, number)), eval_every=2) == code
     assert signal.getsignal(signal.SIGTERM) is before
     told = capsys.readouterr().err.splitlines()[-1]
     way_on = f"Go on from the last checkpoint with: mezzo train --resume --out '{config.out}'"

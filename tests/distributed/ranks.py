@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import logging
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -12,7 +13,8 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -41,6 +43,19 @@ class Outcome:
 
     value: Any = None
     error: str | None = None
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """Yield what mezzo logs inside the block."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("mezzo").addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger("mezzo").removeHandler(handler)
 
 
 def _answer(task: Callable[[], Any]) -> bytes:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import logging
 from contextlib import nullcontext
 
 import pytest
 import torch
 from tests.distributed.models import Bare, dyadic
-from tests.distributed.ranks import run
+from tests.distributed.ranks import logged, run
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -86,17 +85,13 @@ def test_a_released_wrapper_sends_what_torch_sends(policy: str) -> None:
 
 
 def _stored_anew(rank: int, world: int, policy: str) -> tuple[list[str], list[Tensor]]:
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("mezzo").addHandler(handler)
     model = Bare()
     master = Policy.parse(policy).master
-    amp = mezzo.prepare(model, mezzo.optim.SGD(model.parameters(), lr=0.125, master=master), policy)
-    ddp = DistributedDataParallel(model, find_unused_parameters=True)
-    _step(amp, ddp, rank)
-    amp.release()
-    logging.getLogger("mezzo").removeHandler(handler)
+    with logged() as said:
+        amp = mezzo.prepare(model, mezzo.optim.SGD(model.parameters(), lr=0.125, master=master), policy)
+        ddp = DistributedDataParallel(model, find_unused_parameters=True)
+        _step(amp, ddp, rank)
+        amp.release()
     ddp = DistributedDataParallel(model, find_unused_parameters=True) if said else ddp
     ((ddp(dyadic(4, 6, seed=rank)) + 0.3).square().mean()).backward()
     return said, [p.grad for p in ddp.parameters() if p.grad is not None]

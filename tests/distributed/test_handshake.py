@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from datetime import timedelta
 
 import pytest
 import torch
-from tests.distributed.ranks import outcomes, run
+from tests.distributed.ranks import logged, outcomes, run
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -154,14 +153,9 @@ def test_a_call_past_the_wrapper_is_noticed_in_its_first_step(steps_before: int)
 
 
 def _without_a_wrapper(rank: int, world: int) -> tuple[str, list[str]]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("mezzo").addHandler(handler)
-    amp = _prepared(Net(0), "fp32")
-    ended = _sentence(amp, amp.model, rank)
-    logging.getLogger("mezzo").removeHandler(handler)
-    return ended, said
+    with logged() as said:
+        amp = _prepared(Net(0), "fp32")
+        return _sentence(amp, amp.model, rank), said
 
 
 def test_a_model_that_nothing_wraps_trains_and_says_so_once() -> None:

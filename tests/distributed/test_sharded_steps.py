@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import logging
 from typing import Any
 
 import pytest
 import torch
 from tests.distributed.models import Language
-from tests.distributed.ranks import run
+from tests.distributed.ranks import logged, run
 from tests.tolerance import relative
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -355,22 +354,17 @@ def test_what_torch_would_sum_or_step_otherwise_is_refused(
 
 def _still(rank: int, world: int, is_empty: bool) -> tuple[str, list[str]]:
     """Train for more steps than weights may stay what they are, where the second rank's shard is empty, or in rows that no batch has."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("mezzo").addHandler(handler)
     net = nn.Linear(6, 1, bias=False) if is_empty else nn.Embedding(8, 1)
     fully_shard(net, "fp32")
     amp = mezzo.prepare(net, torch.optim.SGD(net.parameters(), lr=0.01), "fp32, guard.check_every=1")
-    try:
-        for _ in range(102):
-            amp.zero_grad()
-            amp.backward((net(torch.randn(4, 6) if is_empty else torch.arange(4)) - 1).square().mean())
-            amp.step()
-    except mezzo.errors.MezzoError as error:
-        return str(error), said
-    finally:
-        logging.getLogger("mezzo").removeHandler(handler)
+    with logged() as said:
+        try:
+            for _ in range(102):
+                amp.zero_grad()
+                amp.backward((net(torch.randn(4, 6) if is_empty else torch.arange(4)) - 1).square().mean())
+                amp.step()
+        except mezzo.errors.MezzoError as error:
+            return str(error), said
     return "trained", said
 
 

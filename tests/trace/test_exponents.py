@@ -48,7 +48,7 @@ def test_shares_are_those_of_a_real_cast(name: str, values: list[float]) -> None
 
 def test_the_largest_scale_keeps_the_largest_gradient_inside() -> None:
     gradients = torch.tensor([1e-7, 3e-5, 2e-3])
-    scale = largest_scale(histogram(gradients), FORMATS["fp16"], spare=0)
+    scale = 2 * largest_scale(histogram(gradients), FORMATS["fp16"])
     assert float((gradients * scale).half().max()) < math.inf
     assert float((gradients * scale * 2).max()) >= 2.0**15
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,13 +20,13 @@ from .._torch import (
     unreduced_grads,
     wrap_replicas,
 )
-from ..errors import DistributedError, PolicyError, check_given, listed
+from ..errors import DistributedError, PolicyError, check_given, first_line, listed
 from ..formats import FP8, LOW_DTYPES, dtype_name
 from ..kernels import is_dtensor
 from ..policy import Policy, PolicyLike, as_policy, names_around
 from .group import Group, all_gather_rows, is_running
 from .rank_consistency import digest, refuse_setup
-from .shard_plan import ParamDtypes, ShardPlan, param_dtypes, plan_shards, precision_of
+from .shard_plan import ParamDtypes, ShardGroup, ShardPlan, param_dtypes, plan_shards, precision_of
 from .wide_sum import ShardCollective, WideReduceScatter, WideReplicas
 from .wrapper import UNKNOWN, Wrapper, holding
 
@@ -80,9 +81,9 @@ def fully_shard(
     plan = plan_shards(model, chosen, units)
     _compare(home, mesh, chosen, plan)
     modules = dict(model.named_modules())
-    for group in plan.groups:
+    for done, group in enumerate(plan.groups):
         members = [modules[name] for name in group.modules]
-        try:
+        with _naming_sharded(plan.groups[:done], group):
             fully_shard(
                 members if len(members) > 1 else members[0],
                 mesh=mesh,
@@ -90,14 +91,6 @@ def fully_shard(
                 mp_policy=_mixed_precision(group.param_dtypes, plan.reduce),
                 offload_policy=OffloadPolicy() if offload_policy is None else offload_policy,
             )
-        except Exception as error:
-            if not (done := plan.groups[: plan.groups.index(group)]):
-                raise
-            names = listed([name or "the root" for one in done for name in one.modules])
-            raise PolicyError(
-                f"torch's fully_shard refused '{group.modules[0] or 'the root'}': {str(error).splitlines()[0].rstrip('.')}. By then {names} "
-                "had been sharded, which cannot be taken back: change what it names, make the model anew, and call fully_shard again."
-            ) from error
         if home.type == "cpu":  # where the host waits
             members[0].set_custom_all_gather(WatchedGather())
         if plan.reduce in LOW_DTYPES:
@@ -105,6 +98,21 @@ def fully_shard(
             for params in fsdp_param_groups(members[0]):
                 wrap_replicas(params, WideReplicas)
     return plan
+
+
+@contextmanager
+def _naming_sharded(done: Sequence[ShardGroup], group: ShardGroup) -> Iterator[None]:
+    """Have an error of the block, in which torch shards a group, say which are sharded already, by a PolicyError where some are."""
+    try:
+        yield
+    except Exception as error:
+        if not done:
+            raise
+        names = listed([name or "the root" for one in done for name in one.modules])
+        raise PolicyError(
+            f"torch's fully_shard refused '{group.modules[0] or 'the root'}': {first_line(error)}. By then {names} "
+            "had been sharded, which cannot be taken back: change what it names, make the model anew, and call fully_shard again."
+        ) from error
 
 
 def _compare(home: torch.device, mesh: DeviceMesh | None, policy: Policy, plan: ShardPlan) -> None:

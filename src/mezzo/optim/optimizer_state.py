@@ -29,6 +29,7 @@ from ..kernels import (
 )
 from ..loss_scale import param_names, parameters
 from ..policy import Master
+from ..stamp import version_of
 from .saved_state import AUX_MODES, check_saved, each_entry, is_torchs
 
 _log = logging.getLogger("mezzo.optim")
@@ -139,7 +140,7 @@ def keep_masters(optimizer: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
     state = dict(saved["state"])
     keys = chain.from_iterable(group["params"] for group in saved["param_groups"])
     for key, p in zip(keys, parameters(optimizer), strict=True):
-        if optimizer.set_at.get(p) == p._version and mode_of_state(entry := state.get(key, {})) is None:
+        if optimizer.set_at.get(p) == version_of(p) and mode_of_state(entry := state.get(key, {})) is None:
             mode, aux = optimizer.aux_state(p)
             if aux is not None:
                 state[key] = {**entry, AUX_STATE[mode]: aux}
@@ -283,7 +284,7 @@ class HasMasters(torch.optim.Optimizer):
             aux = give_master_(mode, local(param), local(masters[param].to(param.device)))
             if aux is not None:
                 self.state[param][AUX_STATE[mode]] = like_dtensor(aux, param)
-            self.set_at[param] = param._version
+            self.set_at[param] = version_of(param)
 
 
 class KeepsMasters(HasMasters):

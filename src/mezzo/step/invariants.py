@@ -136,15 +136,11 @@ class Invariants:
         for one in skipped:
             self._check_untouched({key for key in changed if key in old}, one)
         for one in rated:
-            if norms[one.index] == 0:
-                continue
-            self._check_moved(one, flags, step, old, changed)
-            self._note_lost(one, kept, wanted)
-        if not flags.applied and before.rates != _rates(grads):
-            raise InvariantError(
-                f"a skipped step changed the learning rates from {before.rates} to {_rates(grads)}. "
-                "Register the scheduler with amp.on_applied(scheduler.step)."
-            )
+            if norms[one.index] != 0:
+                self._check_moved(one, flags, step, old, changed)
+                self._note_lost(one, kept, wanted)
+        if not flags.applied:
+            _check_rates(before.rates, _rates(grads))
         refuse_differing(report())
         # Of what is not finite, which is rare, only elements that the step has read.
         read = [at for at, is_ruined in ruined.items() if is_ruined and count_ruined(written[at], grad=at[0].grad)]
@@ -308,6 +304,13 @@ def _rates(grads: Sequence[OptimizerGrads], of: Sequence[Tensor] | None = None) 
     groups = [group for one in grads for group in one.optimizer.param_groups]
     rates = [group.get("lr") for group in groups if among is None or not among.isdisjoint(group["params"])]
     return [float(rate) if isinstance(rate, float | int | Tensor) else 1.0 for rate in rates]
+
+
+def _check_rates(before: Sequence[float], now: Sequence[float]) -> None:
+    if now != before:
+        raise InvariantError(
+            f"a skipped step changed the learning rates from {before} to {now}. Register the scheduler with amp.on_applied(scheduler.step)."
+        )
 
 
 def _sample_of_master(optimizer: Optimizer, param: Tensor) -> Tensor:

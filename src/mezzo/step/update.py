@@ -297,21 +297,28 @@ def update_(
                 undo[i] = _step_one(one, scaling)
             _whole[one.optimizer] = counts[0], len(one.optimizer.state)
         except BaseException as failure:
-            is_whole = all(is_fused(o.optimizer) and wrapped_optimizer(o.optimizer) is o.optimizer for o in grads)
-            is_edited = is_divided or clip.value is not None or not is_whole
-            has_post_hooks = any(step_hooks(part)[1] for part in (one.optimizer, wrapped_optimizer(one.optimizer)))
-            if taken:
-                pending.broken = f"a step() that ended halfway: {_names(taken)} took its step"
-            elif isinstance(failure, Exception):
-                pending.broken = _CHANGED if is_edited else _HOOKED if has_post_hooks else ""
-            if taken and isinstance(failure, Exception):
-                raise StepError(
-                    f"step() ended halfway: {_names(taken)} took its step, and {_names([one])} raised {type(failure).__name__}: {failure}. Call amp.zero_grad() "
-                    "and go on with the next batch, or load the last checkpoint."
-                ) from failure
+            _note_failure(pending, failure, one, taken, grads, is_edited=is_divided or clip.value is not None)
             raise
         taken.append(one)
     return undo
+
+
+def _note_failure(
+    pending: AccumulationState, failure: BaseException, one: OptimizerGrads, taken: Sequence[OptimizerGrads],
+    grads: Sequence[OptimizerGrads], *, is_edited: bool,
+) -> None:  # fmt: skip
+    """Take note of what a step that failed has left behind; a StepError where another optimizer had taken its own. Host only."""
+    if taken:
+        pending.broken = f"a step() that ended halfway: {_names(taken)} took its step"
+        if isinstance(failure, Exception):
+            raise StepError(
+                f"step() ended halfway: {_names(taken)} took its step, and {_names([one])} raised {type(failure).__name__}: {failure}. Call amp.zero_grad() "
+                "and go on with the next batch, or load the last checkpoint."
+            ) from failure
+    elif isinstance(failure, Exception):
+        is_whole = all(is_fused(o.optimizer) and wrapped_optimizer(o.optimizer) is o.optimizer for o in grads)
+        has_post_hooks = any(step_hooks(part)[1] for part in (one.optimizer, wrapped_optimizer(one.optimizer)))
+        pending.broken = _CHANGED if is_edited or not is_whole else _HOOKED if has_post_hooks else ""
 
 
 def _step_one(one: OptimizerGrads, scaling: StepScaling) -> Callable[[], None] | None:

@@ -124,8 +124,8 @@ class SampledRows:
         return found
 
 
-def largest_scale(unscaled: Histogram, fmt: Format, spare: int = 1) -> float:
-    """Return the largest power of two that keeps every sampled gradient inside a format, with some binades to spare.
+def largest_scale(unscaled: Histogram, fmt: Format) -> float:
+    """Return the largest power of two that keeps every sampled gradient inside a format, with a binade to spare.
 
     `unscaled` is of true gradients.
 
@@ -133,7 +133,7 @@ def largest_scale(unscaled: Histogram, fmt: Format, spare: int = 1) -> float:
     >>> largest_scale(Histogram(counts=tuple(int(e == 127 - 10) for e in range(256))), FORMATS["fp16"])
     16777216.0
     """
-    return 1.0 if unscaled.highest is None else 2.0 ** (unscaled.headroom(fmt) - spare)
+    return 1.0 if unscaled.highest is None else 2.0 ** (unscaled.headroom(fmt) - 1)
 
 
 _ORDER: dict[Phase, int] = {"forward": 0, "backward": 1, "optimizer": 2}

@@ -283,10 +283,10 @@ def formulas() -> Mapping[Any, Formula]:
 
 def is_product(func: OpOverload[Any, Any]) -> bool:
     """Say whether an op is made of products, which a region runs in 16 bit."""
-    return func._overloadpacket in formulas()
+    return func.overloadpacket in formulas()
 
 
 def flops_of(func: OpOverload[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """Return the floating-point operations of one call, given its result; 0 for ops that are not made of products. Syncs: no."""
-    formula = formulas().get(func._overloadpacket)
+    formula = formulas().get(func.overloadpacket)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
