@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from tests.bench.script import FOLDER, load_script
 
 from mezzo.bench import find_workload
-
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_model.py"
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_model", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(SCRIPT.parent))
-    sys.modules[spec.name] = module  # where dataclasses look for it
-    spec.loader.exec_module(module)
-    sys.path.remove(str(SCRIPT.parent))
+    sys.path.insert(0, str(FOLDER))
+    module = load_script("gpu_model")
+    sys.path.remove(str(FOLDER))
     return module
 
 
@@ -35,6 +27,7 @@ TRACED = """
 import json
 import gpu_model
 import torch
+from tests.bench.script import FOLDER, load_script
 import mezzo
 from mezzo.bench import find_workload
 from mezzo.kernels import spared_host
@@ -58,7 +51,7 @@ def traced() -> Traced:
     """Ops of small models on a GPU without memory, which a process has from its start or never."""
     if torch.version.cuda is not None and not torch.cuda.is_available():
         pytest.skip("torch built for CUDA takes no other device of that name")
-    ran = subprocess.run([sys.executable, "-c", TRACED], cwd=SCRIPT.parent, check=True, capture_output=True, text=True)
+    ran = subprocess.run([sys.executable, "-c", TRACED], cwd=FOLDER, check=True, capture_output=True, text=True)
     found = map(json.loads, ran.stdout.splitlines())
     return {(name, variant): [(*op,) for op in ops] for name, variant, ops in found}
 

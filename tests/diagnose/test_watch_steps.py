@@ -95,10 +95,14 @@ def test_gradients_of_0_are_no_health() -> None:
 def prepared(policy: str, factor: float = 1.0, steps: int = 20) -> diagnose.WatchReport:
     model = nn.Sequential(*[layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.Tanh())])
     amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=policy)
+    return trained(amp, lambda: model(torch.randn(16, 64)).float().square().mean() * factor, steps)
+
+
+def trained(amp: mezzo.Stepper, loss_fn: Callable[[], Tensor], steps: int) -> diagnose.WatchReport:
     with diagnose.watch(amp, every=1) as w:
         for _ in range(steps):
             amp.zero_grad()
-            amp.backward(model(torch.randn(16, 64)).float().square().mean() * factor)
+            amp.backward(loss_fn())
             amp.step()
     return w.report
 
@@ -126,12 +130,7 @@ def test_a_run_with_a_scale_is_healthy() -> None:
 
 def watched(model: nn.Module, lr: float = 0.1, steps: int = 8) -> diagnose.WatchReport:
     amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=lr), policy="bf16")
-    with diagnose.watch(amp, every=1) as w:
-        for _ in range(steps):
-            amp.zero_grad()
-            amp.backward((model(torch.randn(16, 8)) - 1).square().mean())
-            amp.step()
-    return w.report
+    return trained(amp, lambda: (model(torch.randn(16, 8)) - 1).square().mean(), steps)
 
 
 def test_a_rate_of_0_in_all_steps_is_named_as_that() -> None:

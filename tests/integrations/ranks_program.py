@@ -94,16 +94,21 @@ def by_fabric(policy: str) -> nn.Module:
 
 
 def by_lightning(policy: str) -> nn.Module:
-    from tests.integrations.test_lightning import Module, trainer
+    from tests.integrations.test_lightning import Module
 
     class Constant(Module):
         def configure_optimizers(self) -> Any:
             return loops.make_optimizer(self)[0]
 
-    module = Constant(policy)
+    return fit_by_lightning(Constant(policy), policy, "ddp")
+
+
+def fit_by_lightning(module: Any, policy: str, strategy: Any) -> nn.Module:
+    from tests.integrations.test_lightning import trainer
+
     with tempfile.TemporaryDirectory() as folder:
         options = {"max_epochs": 1, "gradient_clip_val": MAX_NORM, "enable_checkpointing": False}
-        fit = trainer(policy, folder, devices=2, strategy="ddp", use_distributed_sampler=False, **options)
+        fit = trainer(policy, folder, devices=2, strategy=strategy, use_distributed_sampler=False, **options)
         data = loops.make_data()
         fit.fit(module, DataLoader(data, batch_size=BATCH, sampler=DistributedSampler(data, shuffle=False)))
     return module.net
@@ -174,7 +179,7 @@ def by_fabric_sharded(policy: str) -> nn.Module:
 
 def by_lightning_sharded(policy: str) -> nn.Module:
     from lightning.pytorch.strategies import ModelParallelStrategy
-    from tests.integrations.test_lightning import Module, trainer
+    from tests.integrations.test_lightning import Module
 
     class Sharded(Module):
         def configure_model(self) -> None:
@@ -184,14 +189,9 @@ def by_lightning_sharded(policy: str) -> nn.Module:
         def configure_optimizers(self) -> Any:
             return loops.make_optimizer(self)[0]
 
-    module = Sharded(policy)
-    with tempfile.TemporaryDirectory() as folder:
-        options = {"max_epochs": 1, "gradient_clip_val": MAX_NORM, "enable_checkpointing": False}
-        strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-        fit = trainer(policy, folder, devices=2, strategy=strategy, use_distributed_sampler=False, **options)
-        data = loops.make_data()
-        fit.fit(module, DataLoader(data, batch_size=BATCH, sampler=DistributedSampler(data, shuffle=False)))
-    return module.net
+    return fit_by_lightning(
+        Sharded(policy), policy, ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    )
 
 
 COPIES = {by_accelerate: False, by_transformers: False, by_fabric: True, by_lightning: True}

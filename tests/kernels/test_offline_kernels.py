@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from tests.bench.script import load_script
 
 pytest.importorskip("triton", reason="triton, an optional import, is not installed")
 
@@ -19,15 +16,8 @@ MOST_REGISTERS = 64
 
 
 @pytest.fixture
-def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    path = Path(__file__).parents[2] / "benchmarks" / "offline_kernels.py"
-    spec = importlib.util.spec_from_file_location("offline_kernels", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)  # where dataclasses look for it
-    spec.loader.exec_module(module)
-    yield module
+def offline() -> ModuleType:
+    return load_script("offline_kernels")
 
 
 def check(offline: ModuleType, target: str, names: Any) -> None:

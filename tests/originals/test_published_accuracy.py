@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch.distributed as dist
+from tests.bench.script import FOLDER, load_script
 
 from mezzo.cli.train import parse
 from mezzo.train import run
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "originals.py"
-
 
 @pytest.fixture(scope="module")
-def originals() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("originals", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["originals"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["originals"]
+def originals() -> ModuleType:
+    return load_script("originals")
 
 
 def _texts(labels: tuple[str, ...], count: int) -> list[tuple[str, str]]:
@@ -68,7 +58,7 @@ def test_the_words_of_a_package_do_not_hold_its_name(originals: ModuleType) -> N
 
 
 def test_the_stored_means_are_within_a_hundredth_and_in_the_guide(originals: ModuleType) -> None:
-    root = SCRIPT.parents[1]
+    root = FOLDER.parent
     found = originals.stored(root / "benchmarks" / "results" / "originals.jsonl")
     for ranks in (1, 2):
         wanted, own = ([found[ranks, seed, way] for seed in range(5)] for way in originals.WAYS)

@@ -52,14 +52,18 @@ def plain_closure(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor,
     return closure
 
 
-def amp_closure(amp: mezzo.Stepper, x: Tensor, y: Tensor) -> Callable[[], Tensor]:
+def closure_of(amp: mezzo.Stepper, loss_fn: Callable[[], Tensor]) -> Callable[[], Tensor]:
     def closure() -> Tensor:
         amp.zero_grad()
-        loss = mse(amp.model(x), y)
+        loss = loss_fn()
         amp.backward(loss)
         return loss
 
     return closure
+
+
+def amp_closure(amp: mezzo.Stepper, x: Tensor, y: Tensor) -> Callable[[], Tensor]:
+    return closure_of(amp, lambda: mse(amp.model(x), y))
 
 
 @pytest.mark.parametrize("policy", ["fp32", "fp32, scaling.init_scale=65536"])
@@ -200,14 +204,7 @@ class TestRetry:
         """A loss whose gradient fp16 holds at scale 128 and not above."""
         model = nn.Linear(4, 1, bias=False)
         amp = mezzo.prepare(model, OPTIMIZERS[name](model.parameters()), policy)
-
-        def closure() -> Tensor:
-            amp.zero_grad()
-            loss = (amp.model(torch.ones(1, 4)) * 500).sum()
-            amp.backward(loss)
-            return loss
-
-        return amp, closure
+        return amp, closure_of(amp, lambda: (amp.model(torch.ones(1, 4)) * 500).sum())
 
     @pytest.mark.parametrize("name", ["adamw", "fused-adamw", "mezzo-adamw"])
     def test_the_batch_is_not_lost(self, name: str) -> None:
@@ -226,28 +223,23 @@ class TestRetry:
         amp, _ = self.too_large(self.RETRY + ", guard.enabled=false, guard.patience=4", "adamw")
         calls = []
 
-        def closure() -> Tensor:
+        def loss_fn() -> Tensor:
             calls.append(1)
-            amp.zero_grad()
             loss = amp.model(torch.ones(1, 4)).sum()
             loss.register_hook(lambda grad: grad * math.nan)
-            amp.backward(loss)
             return loss
 
-        assert not amp.step(closure).applied and len(calls) == 4
+        assert not amp.step(closure_of(amp, loss_fn)).applied and len(calls) == 4
 
     def test_a_bad_loss_is_not_tried_again(self) -> None:
         amp, _ = self.too_large(self.RETRY, "adamw")
         calls = []
 
-        def closure() -> Tensor:
+        def loss_fn() -> Tensor:
             calls.append(1)
-            amp.zero_grad()
-            loss = amp.model(torch.ones(1, 4)).sum() * INF
-            amp.backward(loss)
-            return loss
+            return amp.model(torch.ones(1, 4)).sum() * INF
 
-        assert amp.step(closure).reason == "loss" and calls == [1]
+        assert amp.step(closure_of(amp, loss_fn)).reason == "loss" and calls == [1]
 
     def test_it_needs_a_closure(self) -> None:
         amp, closure = self.too_large(self.RETRY, "adamw")
@@ -261,13 +253,7 @@ class TestRetry:
 def test_several_optimizers_need_a_name() -> None:
     model = nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 1)])
     amp = mezzo.prepare(model, [OPTIMIZERS["sgd"](m.parameters()) for m in model], "fp32")
-
-    def closure() -> Tensor:
-        amp.zero_grad()
-        loss = model[1](torch.ones(1, 4)).sum()
-        amp.backward(loss)
-        return loss
-
+    closure = closure_of(amp, lambda: model[1](torch.ones(1, 4)).sum())
     assert message_of(StepError, amp.step, closure) == (
         "step(closure) was given a closure for 2 optimizers, which would evaluate it once each. Write "
         "amp.step(closure, optimizer=...)."
