@@ -22,7 +22,7 @@ class PolicyError(MezzoError, ValueError):
 
 
 class CastError(MezzoError, RuntimeError):
-    """An op inside a region met dtypes it cannot work with; names op, module, arguments and the mending rule."""
+    """An op inside a region met dtypes it cannot work with; names op, module, arguments and the rule that fixes it."""
 
 
 class ForbiddenOpError(CastError):
@@ -87,7 +87,7 @@ class LossScaleExhausted(StoppedRun):
 
 
 class NonFiniteStep(StoppedRun):
-    """A step met inf or NaN that no loss scale can mend; names parameters, buffers and counts."""
+    """A step met inf or NaN that no loss scale can fix; names parameters, buffers and counts."""
 
 
 class GradientUnderflow(StoppedRun):

@@ -97,25 +97,13 @@ def replacing(path: Path, *, several: bool = False) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object], *, several: bool = False) -> None:
-    """Write a file, whole or not at all: `write` writes its content; `several` is as in `replacing`.
-
-    Raises:
-        OSError: it could not be written; the file is what it was.
-
-    Writes: the file; meanwhile one beside it that ends in ".partial".
-    """
+    """Write a file, whole or not at all: `write` writes its content; all else is as in `replacing`."""
     with replacing(path, several=several) as partial, open(partial, "wb") as file:
         write(file)
 
 
 def write_text(path: Path, text: str, *, several: bool = False) -> None:
-    """Write a file of UTF-8, whole or not at all; what is there and no file, such as /dev/stdout, takes it as it comes. `several` is as in `replacing`.
-
-    Raises:
-        OSError: it could not be written, with its name; the file is what it was.
-
-    Writes: the file; meanwhile one beside it that ends in ".partial".
-    """
+    """Write a file of UTF-8, whole or not at all; what is there and no file, such as /dev/stdout, takes it as it comes. An OSError names the file; all else is as in `replacing`."""
     try:
         if path.exists() and not path.is_file():
             path.write_text(text, encoding="utf-8")

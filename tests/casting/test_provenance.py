@@ -1,4 +1,4 @@
-"""A dtype mismatch is re-raised with op, module, arguments and the rule that mends it (SPEC A11)."""
+"""A dtype mismatch is re-raised with op, module, arguments and the rule that fixes it (SPEC A11)."""
 
 from __future__ import annotations
 

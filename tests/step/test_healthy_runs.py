@@ -231,9 +231,7 @@ def test_nan_that_a_step_reads_is_named_at_once(name: str, trained: bool, policy
     with torch.no_grad():
         model.get_submodule(name).weight[0, 0] = math.nan
     amp.backward(mse(model(x), y))
-    with pytest.raises(
-        NonFiniteStep, match=rf"no loss scale can mend it: inf or NaN in 1 parameter: {name}\.weight \("
-    ):
+    with pytest.raises(NonFiniteStep, match=rf"no loss scale can fix it: inf or NaN in 1 parameter: {name}\.weight \("):
         amp.step()
 
 

@@ -275,7 +275,7 @@ class TestErrorsOfTheGuard:
         assert str(error.value) == (
             "3 steps in a row were skipped, the last at loss scale 1 (floor 1): inf or NaN in 1 gradient: outer.weight (1). "
             "A smaller scale does not help; mezzo.diagnose.trace(model) names the op, and a rule such as 'NAME=fp32' "
-            "for its module mends an fp16 overflow."
+            "for its module fixes an fp16 overflow."
         )
 
     def test_the_log_is_rate_limited(self, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""Turns torch's bare dtype mismatch into a sentence that names op, module, arguments and the rule that mends it."""
+"""Turns torch's bare dtype mismatch into a sentence that names op, module, arguments and the rule that fixes it."""
 
 from __future__ import annotations
 

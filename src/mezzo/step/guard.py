@@ -145,7 +145,7 @@ def _stop(
     counted = [_count(bad, noun) for bad, noun in zip(suspects.weights(), ("parameter", "buffer"), strict=True) if bad]
     if counted:
         return NonFiniteStep(
-            f"step {counters.seen} was skipped, and no loss scale can mend it: {'; '.join(counted)}",
+            f"step {counters.seen} was skipped, and no loss scale can fix it: {'; '.join(counted)}",
             "Load the last good checkpoint; mezzo.diagnose.trace(model) names the op that makes the first inf or NaN.",
             is_batch_to_blame=False,
         )
@@ -183,7 +183,7 @@ def _overflow_advice(scale: float, scaling: ScalingConfig) -> str:
         return "Nothing lowers a fixed scale: write scaling=dynamic in the policy, which finds one that fits."
     return (
         "A smaller scale does not help; mezzo.diagnose.trace(model) names the op, and a rule such as 'NAME=fp32' for its "
-        "module mends an fp16 overflow."
+        "module fixes an fp16 overflow."
     )
 
 

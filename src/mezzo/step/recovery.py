@@ -166,7 +166,7 @@ class Recovery:
     def _demote(self, state: GuardState, skip: StepFlags[float], consensus: RankConsensus | None) -> bool:
         """Give fp32 rules to what overflowed 16 bit, one after the other, until the last batch no longer overflows; return whether any was given.
 
-        Not where the cause is another one, or the loss scale may still mend it.
+        Not where the cause is another one, or the loss scale may still fix it.
         """
         policy, known, stop = self.binding.policy, state.counters.demoted, state.stop
         is_scales = skip.reason == "gradients" and policy.scaling is not None and stop is None
@@ -187,7 +187,7 @@ class Recovery:
         now = self.guard.state
         self.guard.become(replace(now, counters=replace(now.counters, skipped_in_a_row=0, demoted=(*known, *edits))))
         if skip.reason == "gradients" and policy.scaling is not None:
-            # It fell because of an overflow that is mended now.
+            # It fell because of an overflow that is fixed now.
             list(load_scale_(self._loss_scale, asdict(LossScale.start(policy.scaling)), policy.scaling, ExitStack()))
         return True
 

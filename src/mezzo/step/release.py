@@ -100,11 +100,7 @@ def _give_grad_dtypes_back(dtypes: Mapping[Tensor, torch.dtype | None]) -> None:
 
 @torch.no_grad()
 def release_(model: nn.Module, optimizers: Sequence[Optimizer], was: Original) -> None:
-    """Make a prepared model and its optimizers plain again.
-
-    Parameters with masters become fp32 and take the masters' values; those that were loaded in 16 bit and trained in fp32 stay fp32; others
-    go back to the dtype they were loaded in.
-    Gradients are dropped, and travel as torch sends them from now on. Moments stay.
+    """Make a prepared model and its optimizers plain again; see `Stepper.release`. Gradients are reduced as torch does it from now on.
 
     Writes: classes and storage of the model; state and hooks of the optimizers and of a wrapper. Syncs: as `master_of`.
     """

@@ -259,7 +259,7 @@ class Stepper(PreparedRun):
         Raises:
             StepError: the wrong order, a CUDA graph's capture, gradients changed by somebody else, or none at all.
             NonFiniteStep: an earlier step, or this one if the host decided it, showed inf or NaN that no loss
-                scale mends.
+                scale fixes.
             LossScaleExhausted: likewise, the scale is at its floor, or too many steps in a row were skipped.
 
         Writes: weights, optimizer state, buffers of a skipped step, the loss scale.

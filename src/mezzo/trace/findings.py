@@ -112,7 +112,7 @@ def find(record: TraceRecord) -> tuple[Finding, ...]:
 
 
 def _made_large(step: Finding, first: Finding) -> bool:
-    """Say whether a step had blown the weights up before an overflow that no rule would mend for long."""
+    """Say whether a step had blown the weights up before an overflow that no rule would fix for long."""
     is_before = step.verdict == "exploding-step" and step.step < first.step
     return is_before and first.verdict == "overflow" and bool(first.fix.edit)
 

@@ -45,13 +45,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file aside, bring it to the disk, and put it in its place in one move.
-
-    Raises:
-        CheckpointError: it could not be written; the file is what it was.
-
-    Writes: the file; while at it, a file beside it that ends in ".partial".
-    """
+    """Write a file as `write_atomically` does. Raises: CheckpointError: it could not be written; the file is what it was."""
     with writing(path):
         write_atomically(path, write)
 

@@ -27,7 +27,7 @@ _log = logging.getLogger("mezzo.kernels")
 
 
 class NativeBuildError(Exception):
-    """No compiled kernel: a clause that says why, and a sentence about what mends it."""
+    """No compiled kernel: a clause that says why, and a sentence about what fixes it."""
 
     def __init__(self, reason: str, remedy: str) -> None:
         super().__init__(reason)

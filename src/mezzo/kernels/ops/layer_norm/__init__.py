@@ -37,7 +37,7 @@ class _Norm(torch.autograd.Function):
     """Layer or RMS norm that keeps its 16-bit input for backward and computes in fp32.
 
     torch's own kernel of layer norm does the same forward, but sums the gradients of weight and bias in 16 bit on the CPU: over
-    4096 rows they come out 12 % wrong in bf16 (torch 2.13). A cast before the kernel mends that and keeps a second,
+    4096 rows they come out 12 % wrong in bf16 (torch 2.13). A cast before the kernel fixes that and keeps a second,
     fp32 copy of the input.
     """
 

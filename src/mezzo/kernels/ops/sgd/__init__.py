@@ -65,14 +65,9 @@ def _all_of_one_rate(shape: torch.Size, lr: float, dtype: torch.dtype, device: t
 def step_(
     operands: Operands, rule: SGDRule, scalars: Tensor, step: Tensor, indices: Sequence[int] | None = None
 ) -> None:
-    """Take one SGD step.
+    """Take one SGD step, by the arguments and in the precision of `adamw.step_`; with momentum the moment is momentum_buffer.
 
-    Masters, gradients and running sums are computed in fp32 (fp64 for fp64 weights), whatever they are stored in. For
-    fp32 sums the masters go the way of torch.optim.SGD on fp32 parameters, bit for bit. Arguments are those of
-    `adamw.step_`, with momentum the moment momentum_buffer.
-
-    Writes: weights, their aux state, sums; none of them if `found_inf` is set.
-    Syncs: no.
+    Writes: weights, their aux state, sums; none of them if `found_inf` is set. Syncs: no.
     Source: Sutskever et al. 2013, in torch's form; README.md of this folder.
     """
     weights, skip = operands.weights, operands.grads.skip
