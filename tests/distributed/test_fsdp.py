@@ -18,7 +18,8 @@ from torch.nn import functional as F
 import mezzo
 from mezzo import Policy
 from mezzo.distributed import fully_shard
-from mezzo.distributed.fsdp import check_sharded
+from mezzo.distributed.fsdp import _naming_sharded, check_sharded
+from mezzo.distributed.shard_plan import plan_shards
 from mezzo.errors import ConfigError, DistributedError, PolicyError
 
 pytestmark = pytest.mark.distributed
@@ -230,3 +231,11 @@ def test_where_torch_refuses_a_part_it_is_said_what_is_left() -> None:
 def test_a_mesh_is_one() -> None:
     with pytest.raises(PolicyError, match="fully_shard was given str for mesh; give a DeviceMesh"):
         fully_shard(nn.Linear(2, 2), "bf16", mesh="dp")
+
+
+def test_an_error_of_torchs_that_says_nothing_is_told_by_its_class() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    first, second, *_ = plan_shards(net, Policy.parse("fp32"), list(net)).groups
+    with pytest.raises(PolicyError, match=r"refused '1': RuntimeError\. By then 0 had been sharded"):
+        with _naming_sharded([first], second):
+            raise RuntimeError
