@@ -83,7 +83,7 @@ _SPELLINGS: dict[str, torch.dtype] = {
 }  # fmt: skip
 _WITHOUT_FP64 = {"mps"}
 FP8 = torch.float8_e4m3fn
-"""Of gradient traffic alone, in blocks with a scale each."""
+"""Of reduced gradients alone, in blocks with a scale each."""
 _SHORT = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", FP8: "fp8"}
 LOW_DTYPES = (torch.float16, torch.bfloat16)
 MIXED_DTYPES = (torch.float32, *LOW_DTYPES)

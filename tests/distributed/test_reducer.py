@@ -316,7 +316,7 @@ def test_a_hook_of_the_callers_own_is_kept_or_refused() -> None:
         "fp16. Leave the hook out, or write reduce=fp16."
     )
     uncounted = (
-        "traffic is counted for a DistributedDataParallel model that mezzo prepared, and this DistributedDataParallel is "
+        "reductions are counted for a DistributedDataParallel model that mezzo prepared, and this DistributedDataParallel is "
         "none. Write mezzo.prepare(DistributedDataParallel(model), optimizer, policy)."
     )
     wanted = [contradiction, "1", uncounted, "1", uncounted]

@@ -143,14 +143,14 @@ def convert_(
     _refuse_unstorable(model, optimizers, policy, targets, changed, is_replicated=is_replicated)
     owners = {p: optimizer for optimizer in map(local_optimizer, optimizers) for p in parameters(optimizer)}
     has_own_grad_dtype = [p for p in changed.values() if p.grad_dtype is p.dtype]
-    spread: dict[Tensor, Tensor] = {p: p.detach() for p in changed.values() if is_dtensor(p)}
-    if spread:
+    sharded: dict[Tensor, Tensor] = {p: p.detach() for p in changed.values() if is_dtensor(p)}
+    if sharded:
         # By way of their modules, which tell the sharding about it.
         to: dict[Tensor, torch.dtype] = {p: targets[p] for p in changed.values()}
         apply_to_tensors_(model, lambda tensor: tensor.to(to[tensor]) if tensor in to else tensor)
     for p in changed.values():
         # One after the other, so that of the fp32 weights no more than one is held beside what replaces them.
-        master = spread.pop(p) if p in spread else p.detach()
+        master = sharded.pop(p) if p in sharded else p.detach()
         if p.dtype is not targets[p]:
             _store_one_(p, master.to(targets[p]))
         optimizer = owners.get(p)

@@ -35,7 +35,7 @@ def refuse_joining(joined: object, call: str) -> None:
 class ReplicaWrapper(Wrapper):
     """Whole copies of a model on all ranks, held equal by averaging their gradients.
 
-    By `reducer`; None where the wrapper has another hook, or its traffic is torch's again.
+    By `reducer`; None where the wrapper has another hook, or reduces as torch does again.
     """
 
     compares_models = True
@@ -60,7 +60,7 @@ class ReplicaWrapper(Wrapper):
         self.reducer = GradientReducer(group, policy.reduce, accumulator, is_static)
 
     def let_go(self) -> None:
-        """Leave the traffic to torch. Writes: hooks of parameters."""
+        """Leave reductions to torch. Writes: hooks of parameters."""
         if self.reducer is not None and self.reducer.accumulator is not None:
             self.reducer.accumulator.end()
         self.reducer = None
@@ -158,7 +158,7 @@ def connect(ddp: DistributedDataParallel, policy: Policy) -> ReplicaWrapper:
     """Have a wrapped model's gradients reduced as a policy says, and return what its steps must know of it.
 
     Args:
-        ddp: the wrapper; a communication hook of the caller's own stays in place and owns the traffic.
+        ddp: the wrapper; a communication hook of the caller's own stays in place and owns the reductions.
         policy: `reduce` is the dtype of what is sent, `grads` that of sums over micro-batches.
 
     Raises:
@@ -253,7 +253,7 @@ def comm_stats(ddp: nn.Module) -> CommStats:
     connected = _connected.get(ddp) if isinstance(ddp, DistributedDataParallel) else None
     if connected is None or connected.reducer is None:
         raise ConfigError(
-            f"traffic is counted for a DistributedDataParallel model that mezzo prepared, and this {type(ddp).__name__} "
+            f"reductions are counted for a DistributedDataParallel model that mezzo prepared, and this {type(ddp).__name__} "
             "is none. Write mezzo.prepare(DistributedDataParallel(model), optimizer, policy)."
         )
     return connected.reducer.comm_stats

@@ -75,7 +75,7 @@ def fully_shard(
     if mesh is not None:
         check_given("fully_shard", "mesh", mesh, DeviceMesh, "a DeviceMesh", PolicyError)
     chosen = as_policy(policy)
-    _check_traffic(chosen)
+    _check_reduce(chosen)
     home = next((p.device for p in model.parameters()), torch.device("cpu"))
     chosen = chosen.resolve(home)
     plan = plan_shards(model, chosen, units)
@@ -135,7 +135,7 @@ class WatchedGather(ShardCollective):
         return work
 
 
-def _check_traffic(policy: Policy) -> None:
+def _check_reduce(policy: Policy) -> None:
     if policy.reduce is FP8:
         raise PolicyError(
             "the policy declares reduce=fp8, and gradients of shards are reduced by torch, which has no blocks with scales. "
@@ -187,7 +187,7 @@ def check_sharded(model: nn.Module, policy: Policy) -> None:
     sharded = sharded_modules(model)
     reduced: list[tuple[str, torch.dtype]] = []
     if sharded:
-        _check_traffic(policy)
+        _check_reduce(policy)
     for name in sharded:
         given: MixedPrecisionPolicy = fsdp_precision(sharded[name])
         for fqn, module in modules.items():

@@ -93,7 +93,7 @@ class Group:
         return self._all_reduce_(tensor, dist.ReduceOp.MAX)
 
     def sum_small(self, tensor: Tensor, *, by_exchange: bool = False) -> Tensor:
-        """Return the sum of a small tensor over the ranks, the same bits on all, by another collective than gradients travel by on the CPU.
+        """Return the sum of a small tensor over the ranks, the same bits on all, by another collective than gradients are reduced by on the CPU.
 
         gloo ends a process where two collectives of one kind meet in different sizes; those of different kinds wait, and are told so.
 

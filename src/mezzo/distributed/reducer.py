@@ -197,7 +197,7 @@ class GradientReducer:
         return share.to(self.dtype) if share.dtype is torch.float32 and self.dtype is not FP8 else share
 
     def _blocks_of(self, bucket: GradBucket) -> Fp8Blocks:
-        """Return the form in which a bucket travels, with its remainders; torch may lay buckets out anew, which drops them."""
+        """Return the form in which a bucket is sent, with its remainders; torch may lay buckets out anew, which drops them."""
         key = tuple(map(id, bucket.parameters()))
         if key not in self._blocks:
             self._blocks = {known: held for known, held in self._blocks.items() if not set(known) & set(key)}

@@ -63,7 +63,7 @@ class ShardPlan:
 
     Attributes:
         groups: in that order.
-        reduce: dtype of gradient traffic.
+        reduce: dtype in which gradients are reduced.
     """
 
     groups: tuple[ShardGroup, ...]

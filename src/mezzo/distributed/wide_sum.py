@@ -39,7 +39,7 @@ def add_up(rows: Tensor) -> Tensor:
 
 
 class Codec:
-    """In what form gradients travel, on the way to their sum and from there: in a dtype of 16 bit, as they are."""
+    """In what form gradients are sent, on the way to their sum and from there: in a dtype of 16 bit, as they are."""
 
     multiple = 1
     """Of which a row's length must be one."""
@@ -99,7 +99,7 @@ def _power_of_two(stored: Tensor) -> Tensor:
 
 
 class Fp8Blocks(Codec):
-    """How one bucket of gradients travels in fp8: with the remainders of the step before, here and of this rank's part of the sum.
+    """How one bucket of gradients is sent in fp8: with the remainders of the step before, here and of this rank's part of the sum.
 
     Nothing is lost for good: what rounding took from a step is added to the next. Remainders belong to gradients of one loss
     scale and are not saved.
@@ -177,7 +177,7 @@ class WideSum:
             sent: shape (n,), 16 bit, or fp32 for a codec of less; may be the target.
             target: shape (n,): takes the mean.
             divisor: of the sum, which makes it the mean.
-            codec: in what form it travels; None: as it is, in 16 bit.
+            codec: in what form it is sent; None: as it is, in 16 bit.
 
         Returns:
             What the target will be. A rank that is lost raises torch's RuntimeError.

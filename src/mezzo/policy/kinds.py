@@ -40,7 +40,7 @@ FP32_RULES = (Rule.FP32, Rule.FP32_LOW_OUT)
 
 
 def dtypes_of(name: str) -> tuple[torch.dtype, ...]:
-    """Return the dtypes that a field may have: fp8 is for traffic alone."""
+    """Return the dtypes that a field may have: fp8 is for reductions alone."""
     return (*MIXED_DTYPES, FP8) if name == "reduce" else MIXED_DTYPES
 
 

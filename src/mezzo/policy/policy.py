@@ -24,7 +24,7 @@ from .why import EngineChoice, Why, why, why_engine
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Policy(PolicyFields):
-    """What precision everything has: ops, modules, weights, gradients, moments, traffic, output.
+    """What precision everything has: ops, modules, weights, gradients, moments, reductions, output.
 
     `str(policy)` is the short text that `Policy.parse` turns back into it.
 
@@ -33,7 +33,7 @@ class Policy(PolicyFields):
         params: storage dtype of trainable weights that feed low ops.
         master: how 16-bit `params` keep small updates.
         grads: dtype gradients are accumulated in over micro-batches; None: the dtype of the weight.
-        reduce: dtype of gradient traffic between ranks; fp8 sends blocks with a scale each, and what rounding took away a step
+        reduce: dtype in which gradients are reduced between ranks; fp8 sends blocks with a scale each, and what rounding took away a step
             later.
         state: dtype of optimizer moments.
         output: dtype of what leaves the model, or a module of it that is called by itself; None leaves it.

@@ -44,7 +44,7 @@ def wrapper_of(model: nn.Module, policy: Policy) -> Wrapper | None:
     """Return what spreads a model, as it was prepared, over ranks; None if nothing does yet.
 
     Raises:
-        PolicyError: gradients travel or weights are gathered in another dtype than the policy says.
+        PolicyError: gradients are reduced or weights are gathered in another dtype than the policy says.
 
     Writes: the communication hook of a DistributedDataParallel model.
     """
@@ -108,8 +108,8 @@ def _is_stage(model: nn.Module) -> bool:
     home, own = "torch.distributed.pipelining.stage", set(model.modules())
     objects: list[Any] = living(object) if home in sys.modules else []
     stages = [found for found in objects if type(found).__module__ == home and hasattr(found, "submod")]
-    spread = [stage for stage in stages if stage.group_size > 1]
-    return any(not own.isdisjoint(stage.submod.modules()) for stage in spread)
+    shared = [stage for stage in stages if stage.group_size > 1]
+    return any(not own.isdisjoint(stage.submod.modules()) for stage in shared)
 
 
 def option_lines(optimizer: Optimizer, among: Container[str] | None = None) -> Iterator[str]:
