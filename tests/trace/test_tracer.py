@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -317,3 +318,26 @@ def test_healthy_training_of_the_zoo_is_silent_in_mezzo_regions(monkeypatch: pyt
 def test_a_step_that_is_no_whole_number_is_refused(step: object) -> None:
     with pytest.raises(ConfigError, match=r"trace was given step=.*; give a whole number of 0 or more\."):
         diagnose.trace(step=step)  # type: ignore[arg-type]  # refused
+
+
+class Halved(torch.optim.SGD):
+    """A subclass whose step, as torch patches both, runs the hooks of a step inside a step of the same optimizer."""
+
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            p.grad.mul_(0.5)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("tool", [diagnose.trace, diagnose.watch])
+def test_a_step_that_calls_the_one_of_its_class_is_one_step(tool: Callable[[nn.Module], Any]) -> None:
+    model = nn.Linear(4, 1)
+    torch.optim.SGD(model.parameters(), lr=0.1)  # from now on its step has hooks
+    optimizer = Halved(model.parameters(), lr=0.1)
+    with tool(model) as seen:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    report = seen.report
+    assert getattr(report, "num_steps", None) == 3 or report.record.updates == 3

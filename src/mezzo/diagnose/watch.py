@@ -19,7 +19,7 @@ from ..kernels import move
 from ..optim import keeps_masters, parameters, stepped_optimizer
 from ..stamp import Stamp
 from ..step import Inert, Stepper, StepResult
-from ..trace import Histogram, SampledRows, floating, is_stepping, spaced
+from ..trace import Histogram, SampledRows, floating, leave_step, spaced, still_stepping
 from .trial import cover
 from .watch_report import Kind, StepRecord, TensorRecord, WatchReport
 
@@ -107,20 +107,17 @@ class Watch(AbstractContextManager["Watch"]):
         if not any(id(p) in self._ids for p in parameters(optimizer)):
             return
         # an optimizer inside another, as in MasterWeights, is part of its step; of one that an error ended no hook of torch's tells
-        self._stepping = [*filter(is_stepping, self._stepping), optimizer]
+        self._stepping = [*still_stepping(self._stepping, optimizer), optimizer]
         if len(self._stepping) == 1:
             self._note_masters([optimizer])
             self._before = self._timed(lambda: self._sample_before([optimizer])) if self._is_sampling else None
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer not in self._stepping:
+        if not leave_step(self._stepping, optimizer):
             return
-        del self._stepping[self._stepping.index(optimizer) :]
-        if not self._stepping:
-            before = self._before
-            if before is not None:
-                self._timed(lambda: self._compare_weights(before, [optimizer], _is_taken(optimizer)))
-            self._end_step()
+        if (before := self._before) is not None:
+            self._timed(lambda: self._compare_weights(before, [optimizer], _is_taken(optimizer)))
+        self._end_step()
 
     @property
     def _is_sampling(self) -> bool:

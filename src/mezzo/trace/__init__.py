@@ -14,10 +14,11 @@ from .exponents import Histogram as Histogram
 from .exponents import SampledRows as SampledRows
 from .exponents import largest_scale as largest_scale
 from .findings import Finding as Finding
-from .frames import is_stepping as is_stepping
+from .frames import leave_step as leave_step
 from .frames import line_pairs as line_pairs
 from .frames import short_line as short_line
 from .frames import source_line as source_line
+from .frames import still_stepping as still_stepping
 from .lint_warning import LintWarning as LintWarning
 from .lint_warning import explain_lint as explain_lint
 from .measure import length as length

@@ -132,10 +132,21 @@ def is_called_from(ending: str) -> bool:
     return frame is not None
 
 
-def is_stepping(optimizer: torch.optim.Optimizer) -> bool:
-    """Say whether a step of an optimizer is on the Python stack."""
-    frames = (f for f, _ in walk_stack(sys._getframe(1)) if f.f_code.co_filename == optimizer_hooks.__file__)
-    return any(f.f_locals.get("self") is optimizer for f in frames)
+def still_stepping(
+    begun: list[torch.optim.Optimizer], starting: torch.optim.Optimizer | None = None
+) -> list[torch.optim.Optimizer]:
+    """Return those optimizers whose step, begun before that of the one that is starting, is on the Python stack: an error ended others. Host only."""
+    files = (f for f, _ in walk_stack(sys._getframe(1)) if f.f_code.co_filename == optimizer_hooks.__file__)
+    stack = [f.f_locals.get("self") for f in files]
+    return [o for o in begun if sum(o is one for one in stack) > (o is starting)]
+
+
+def leave_step(stepping: list[torch.optim.Optimizer], optimizer: torch.optim.Optimizer) -> bool:
+    """Take a step that ended off the list; say whether it was in none, as that of a subclass's base is in its own, and seen from its start."""
+    is_known = optimizer in stepping
+    while is_known and stepping.pop() is not optimizer:
+        pass
+    return is_known and not stepping
 
 
 def functions_of(file: str) -> set[str]:

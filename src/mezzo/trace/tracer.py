@@ -22,7 +22,7 @@ from .collector import Collector
 from .context import TraceContext
 from .evidence import PendingOutputs, leaves_behind
 from .findings import LASTING, find, is_mostly_flushed
-from .frames import is_stepping
+from .frames import leave_step, still_stepping
 from .idle_steps import IdleSteps
 from .measure import amax, is_finite, rms, tensor_facts
 from .modules import Place, check_model
@@ -292,13 +292,13 @@ class Trace:
             )
         )
 
-    def _leave_raised_steps(self) -> None:
+    def _leave_raised_steps(self, starting: torch.optim.Optimizer | None = None) -> None:
         """Forget the steps that an error has ended, which no hook of torch's tells."""
-        self._stepping = [optimizer for optimizer in self._stepping if is_stepping(optimizer)]
+        self._stepping = still_stepping(self._stepping, starting)
         self._context.is_optimizer_running = bool(self._stepping)
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._leave_raised_steps()
+        self._leave_raised_steps(optimizer)
         self._stepping.append(optimizer)
         if len(self._stepping) > 1:
             # an optimizer inside another, as in MasterWeights, is part of its step
@@ -320,8 +320,7 @@ class Trace:
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """End the step of an optimizer: what it updated and left not finite goes into the trace, and nowhere else."""
-        del self._stepping[self._stepping.index(optimizer) :]
-        if self._stepping:
+        if not leave_step(self._stepping, optimizer):
             return
         site = self._context.site("step")
         self._context.is_optimizer_running = False
