@@ -45,6 +45,32 @@ def test_the_masters_that_are_named_fit_the_weights() -> None:
     assert w.report.idle == 4 and "spacing of the weights. Raise the rate." in w.report.warnings[0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_wide_weights_that_have_converged_are_healthy_and_16_bit_ones_are_not_told_from_lost(dtype: torch.dtype) -> None:
+    model = nn.Linear(8, 1).to(dtype)
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.01), torch.randn(64, 8).to(dtype)
+    wanted = model(x).detach()
+    with diagnose.watch(model, every=1) as w:
+        for step in range(8):
+            optimizer.zero_grad()
+            (model(x) - wanted + 1e-6 * (step + 1)).square().mean().backward()
+            optimizer.step()
+    assert w.report.is_healthy is (dtype is torch.float32), w.report.warnings
+
+
+def test_margins_that_come_to_be_kept_and_a_scale_that_finds_its_level_are_healthy() -> None:
+    model = nn.Linear(8, 1)
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5), policy="fp16, scaling.init_scale=65536")
+    x = torch.randn(64, 8)
+    with diagnose.watch(amp, every=1) as w:
+        for _ in range(40):
+            amp.zero_grad()
+            amp.backward((1 - model(x) * x[:, :1].sign()).clamp(min=0).sum())
+            amp.step()
+    assert w.report.skipped > 3 and w.report.steps[-1].loss is not None, w.report
+    assert w.report.is_healthy, w.report.warnings
+
+
 @pytest.mark.parametrize("clear", [lambda m: [p.grad.zero_() for p in m.parameters()], lambda m: m.zero_grad()])
 def test_gradients_that_are_gone_before_the_step_are_not_called_rounded_away(
     clear: Callable[[nn.Module], object],

@@ -24,6 +24,8 @@ from .trial import cover
 from .watch_report import Kind, StepRecord, TensorRecord, WatchReport
 
 _KEPT_RESULTS = 256
+_SMALL_RATE = 1e-8
+"""At it and below, fp32 weights do not move by gradients of their own size."""
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
@@ -180,10 +182,10 @@ class Watch(AbstractContextManager["Watch"]):
         aux = None if optimizer is None else optimizer.aux_state(parameter)[1]
         return None if aux is None else spaced(aux, self._rows.values.shape[1]).clone()
 
-    def _rows_of(self, optimizers: Sequence[torch.optim.Optimizer], *, moving: bool = False) -> list[int]:
-        """Return the rows of the optimizers' parameters, or of those whose rate is not 0; one on a device is not read. Host only."""
+    def _rows_of(self, optimizers: Sequence[torch.optim.Optimizer], *, above: float = -1.0) -> list[int]:
+        """Return the rows of the optimizers' parameters whose rate is larger than a number; one on a device is not read. Host only."""
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        rated = [g for g in groups if not moving or isinstance(g.get("lr"), Tensor) or g.get("lr", 1)]
+        rated = [g for g in groups if isinstance(g.get("lr"), Tensor) or g.get("lr", 1) > above]
         owned = {id(p) for group in rated for p in group["params"]}
         return [row for row, (_, p) in enumerate(self._parameters) if id(p) in owned]
 
@@ -208,7 +210,7 @@ class Watch(AbstractContextManager["Watch"]):
             if id(parameter) in self._masters:
                 moved[row, : sample.numel()] |= True if aux is None or now is None else now != aux
         gradients = slice(self._first_gradient, self._first_weight)
-        stepped = set(self._rows_of(optimizers, moving=True))
+        stepped = set(self._rows_of(optimizers, above=0))
         meant = self._rows.values[gradients] != 0
         has_gradient = meant.any() | (not self._rows.is_holding(gradients.start, gradients.stop))
         # values of a sparse gradient stand at other places than those of the weight
@@ -216,8 +218,12 @@ class Watch(AbstractContextManager["Watch"]):
         meant &= self._column([row in stepped and dense[row] for row in range(len(dense))])
         was_meant = meant.any()
         meant &= ~self._cleared[:, None]
+        is_left = meant.any()
+        # fp32 rounds away what a model that has converged still gets; a rate at which it could be all is another thing
+        rated = set(self._rows_of(optimizers, above=_SMALL_RATE))
+        meant &= self._column([i not in rated or self._is_bare(p) for i, (_, p) in enumerate(self._parameters)])
         counts = torch.stack([meant.sum(1), (meant & ~moved).sum(1)])
-        flags = torch.stack([has_gradient, was_meant & ~meant.any(), meant.any() & ~moved.any()])
+        flags = torch.stack([has_gradient, was_meant & ~is_left, meant.any() & ~moved.any()])
         self._sampled[self._seen] = counts, flags, _has_rate(optimizers), taken
         self._rows.count()
         if len(self._sampled) >= _KEPT_RESULTS:
@@ -296,7 +302,11 @@ class Watch(AbstractContextManager["Watch"]):
         )
 
     def _bare_dtypes(self) -> set[torch.dtype]:
-        return {p.dtype for _, p in self._parameters if id(p) not in self._masters}
+        return {p.dtype for _, p in self._parameters if self._is_bare(p)}
+
+    def _is_bare(self, parameter: Tensor) -> bool:
+        """Say whether a weight is in 16 bit, and nothing keeps what it cannot hold. Host only."""
+        return parameter.dtype in LOW_DTYPES and id(parameter) not in self._masters
 
     def _tensors(self, histograms: Sequence[Histogram]) -> tuple[TensorRecord, ...]:
         """Return what was sampled of each tensor; of a weight, how many of its updates were lost. Syncs: yes."""

@@ -20,8 +20,8 @@ SHOWN = ("fp16", "bf16", "e4m3", "e5m2")
 _WARN_SHARE = 0.05
 _WARN_HEADROOM = 1.0
 _LOST_SHARE = 0.5
-_SKIPS, _SKIPPED_SHARE = 3, 0.05
-"""A scaler that looks for its level skips a few steps; more, and more than this share of all, is trouble."""
+_SKIPS, _SKIPPED_SHARE, _HALVINGS = 3, 0.05, 16
+"""A scaler that looks for its level skips a few steps, up to 16 at the beginning; more, and more than this share of all, is trouble."""
 _LEAST_DEAD, _LEAST_STILL = 8, 3
 """Sampled steps that show that a weight gets nothing, and that a rate of 0 is no beginning of a warm-up."""
 _ZERO_SHARE, _NEAR_END = 0.3, 2
@@ -157,10 +157,15 @@ class WatchReport(Report):
                 f"{told} of {self.num_steps} steps were skipped for a loss, a buffer or gradients at scale 1 that are inf or NaN, which no loss scale "
                 "repairs: mezzo.diagnose.trace names the op."
             )
-        if self.skipped > _SKIPS and self.skipped > _SKIPPED_SHARE * self.num_steps:
+        # a scale begins too large, and finds its level
+        first = next((i for i, s in enumerate(self.steps) if s.applied), 0)
+        counted = self.skipped - (first if first <= _HALVINGS else 0)
+        if counted > _SKIPS and counted > _SKIPPED_SHARE * self.num_steps:
             reason = next(s.reason for s in reversed(self.steps) if not s.applied)
             yield f"{self.skipped} of {self.num_steps} steps were skipped; the last because of: {reason}."
-        if self.zero:
+        # a hinge has no slope where it has come to be met
+        is_unmet = any(s.loss for s in self.steps[-1:]) and 2 * self.zero > self.sampled
+        if self.zero and (is_unmet or self.zero == self.sampled):
             yield (
                 f"every sampled gradient was 0 in {self.zero} of {self.sampled} sampled steps: nothing is learned. In fp16 they underflow "
                 f"{'at a small' if self.loss_scale > 1 else 'without a'} loss scale; else the loss has no slope, as where all margins are kept, or does not reach the weights."
