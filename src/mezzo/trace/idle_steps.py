@@ -27,6 +27,8 @@ _FLAT = frozenset({
 """Ops whose slope is 0 everywhere or far out; a mask or a factor of 0 is written on purpose."""
 _STEPS = frozenset({"sign", "sgn", "round", "floor", "ceil", "trunc", "fix"})
 """Those whose slope is 0 everywhere: no training ends there, as a margin that is kept by all rows ends in a clamp."""
+_FACTORS = frozenset({"mul", "div"})
+"""Ops that make a loss 0 by a weight; where another does, it is at its minimum."""
 _LEAST = {
     "scaled-step": 1,
     "cleared-gradients": 1,
@@ -93,13 +95,15 @@ class IdleSteps:
         self._still: Counter[torch.optim.Optimizer] = Counter()
 
     def on_loss(self, size: float) -> None:
-        """Take note of the magnitude of a loss. Host only."""
+        """Take note of the magnitude of a loss, in fp32 where 16 bit made it 0. Host only."""
         self._losses.append(size)
 
     def on_gradient(
         self, parameter: Tensor, name: str, top: float, zeroed_at: Site | None, constant: Site | None = None
     ) -> None:
         """Take note of a gradient, its largest magnitude, and the op that made it 0 throughout, or is constant. Syncs: no."""
+        is_met = self._losses[-1:] == [0.0] and zeroed_at is not None and zeroed_at.op not in _FACTORS
+        zeroed_at = None if is_met else zeroed_at
         self._zeroed_at[id(parameter)] = zeroed_at
         self._brought[id(parameter)] += 1
         if (value := plain(parameter)) is not None:  # what is written through .data counts no version

@@ -167,7 +167,8 @@ class Trace:
         self._was_loss_seen = True
         self._pending.differentiated(loss)
         if (value := plain(loss)) is not None:
-            self._idle.on_loss(amax(value) / self._context.loss_scale)
+            wide = None if amax(value) else self._collector.reference.get(value)
+            self._idle.on_loss(amax(value if wide is None else wide) / self._context.loss_scale)
         self._hook_gradients(*leaves_behind(loss))
 
     def _on_numbers(self, tensor: Tensor, data: Any) -> None:
