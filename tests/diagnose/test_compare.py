@@ -223,3 +223,20 @@ def test_gradients_that_fit_without_a_loss_scale_alone_are_compared_so() -> None
     x = torch.ones(4000, 8) / 2  # the gradient of the bias is 60000
     found = diagnose.compare(nn.Linear(8, 4), x, lambda m, x: (m(x) * 15).sum(), "fp16", tries=0)
     assert found.measurement.scale == 1 and found.measurement.gradients.total > 40
+
+
+def test_sparse_gradients_are_compared_too() -> None:
+    model = nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Flatten(), nn.Linear(16, 3))
+    x, y = torch.randint(0, 50, (8, 2)), torch.randint(0, 3, (8,))
+    found = diagnose.compare(model, x, lambda m, x: nn.functional.cross_entropy(m(x), y), "bf16", tries=0)
+    dense = nn.Sequential(nn.Embedding(50, 8, _weight=model[0].weight.detach()), *model[1:])
+    same = diagnose.compare(dense, x, lambda m, x: nn.functional.cross_entropy(m(x), y), "bf16", tries=0)
+    assert [p.name for p in found.measurement.parameters] == [p.name for p in same.measurement.parameters]
+    assert found.measurement.gradients.total == pytest.approx(same.measurement.gradients.total, abs=1)
+
+
+def test_a_model_at_the_minimum_of_its_loss_tells_nothing() -> None:
+    model, x = nn.Linear(8, 1), torch.randn(16, 8)
+    y = model(x).detach()
+    found = diagnose.compare(model, x, lambda m, x: (m(x) - y).square().mean(), "bf16", tries=0)
+    assert found.document().verdict.startswith("Not enough seen: every gradient is 0 in fp32"), found

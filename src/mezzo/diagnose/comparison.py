@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from ..errors import ConfigError, shown
 from ..formats import dtype_name, is_count, number_of
 from ..policy import Policy, PolicyLike, as_policy
-from ..trace import OUTSIDE, check_model, run_eagerly
+from ..trace import OUTSIDE, check_model, floating, run_eagerly
 from .compare_report import Agreement, CompareReport, GradientError, ModuleError, OpError, StepFidelity
 from .comparing_mode import ComparingMode, OpKey, Tally, decibels
 from .proposals import try_edits
@@ -93,6 +93,13 @@ def _open_kernels(device: torch.device) -> Iterator[None]:
         yield
 
 
+def _grads(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the gradients, of a sparse one its values, by name. Syncs: no."""
+    return [
+        (name, grad) for name, p in model.named_parameters() if p.grad is not None for _, grad in floating(p.grad)
+    ]
+
+
 def _gradient_errors(each: list[tuple[str, Tally]], every: Tally) -> tuple[GradientError, ...]:
     whole = every.noise[2]
     return tuple(
@@ -110,7 +117,8 @@ def _flaw(mode: ComparingMode, gradients: list[tuple[str, Tensor]], loss: Tensor
         if not (t if full is None else full).isfinite().all():
             return f"the {name} is not finite in fp32 either"
     kind = "gradient" if gradients else "output"
-    return "" if tally.signal[2] or tally.noise[2] else f"every {kind} is 0 in fp32 and under the policy"
+    both = "" if tally.noise[2] else " and under the policy"
+    return "" if tally.signal[2] else f"every {kind} is 0 in fp32{both}"
 
 
 def measure(model: nn.Module, batch: Any, loss_fn: LossFn | None, policy: Policy, scale: float) -> StepFidelity:
@@ -123,7 +131,7 @@ def measure(model: nn.Module, batch: Any, loss_fn: LossFn | None, policy: Policy
         with _open_kernels(device_of(model)), mode.watching():
             loss = loss_of(bound, batch, loss_fn)
             backward(loss.float(), scale)
-        grads = [(name, p.grad) for name, p in bound.named_parameters() if p.grad is not None]
+        grads = _grads(bound)
         each = []
         for name, grad in grads:
             mode.count_result(grad, is_weight=True)
@@ -156,8 +164,7 @@ def _usable_scale(model: nn.Module, batch: Any, loss_fn: LossFn | None, policy: 
         with bind_copy(model, policy) as bound, _open_kernels(device_of(model)):
             loss = loss_of(bound, batch, loss_fn)
             backward(loss.float(), scale)
-            grads = [p.grad for p in bound.parameters() if p.grad is not None]
-            if not math.isfinite(loss.detach()) or all(bool(g.isfinite().all()) for g in grads):
+            if not math.isfinite(loss.detach()) or all(bool(g.isfinite().all()) for _, g in _grads(bound)):
                 return scale
         scale /= 2
     return start
