@@ -80,28 +80,6 @@ def test_gradients_that_are_always_zero_are_a_fault_at_the_op_without_a_slope(mi
     assert "of weight was exactly 0 in each of 32 backward passes" in found.why
 
 
-@pytest.mark.parametrize(
-    ("loss", "answer"),
-    [
-        (lambda out, y: F.mse_loss(out, y), "healthy"),
-        (lambda out, y: (1 - (out - y) ** 2 - 1).clamp(min=0).sum(), "healthy"),
-        (lambda out, y: ((out.bfloat16() + 5000.0) - (y.bfloat16() + 5001.0)).square().mean(), "faulty"),
-        (lambda out, y: out.square().mean() * 0.0, "faulty"),
-    ],
-)
-def test_a_loss_at_its_minimum_has_no_slope_and_one_that_rounding_or_a_factor_makes_0_is_a_fault(
-    loss: Callable[[Tensor, Tensor], Tensor], answer: str
-) -> None:
-    model, x = nn.Linear(4, 4), torch.randn(2, 4)
-    optimizer, y = torch.optim.SGD(model.parameters(), lr=0.01), model(x).detach()
-    with diagnose.trace() as t:
-        for _ in range(33):
-            optimizer.zero_grad()
-            loss(model(x), y).backward()
-            optimizer.step()
-    assert t.report.answer == answer, t.report
-
-
 @pytest.mark.parametrize("middle", [straight_through, weight_of_zero, hooked])
 def test_gradients_that_pass_or_are_stopped_on_purpose_are_no_fault(middle: Middle) -> None:
     assert trained(middle, 40).answer == "healthy"

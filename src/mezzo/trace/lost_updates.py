@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._torch import own_buffers, own_parameters, storage_id, unwrapped
+from .._torch import own_buffers, own_parameters, storage_id, unwrapped, version
 from ..formats import LOW_DTYPES, dtype_name
 from ..optim import parameters
 from .frames import Owner, caller
@@ -20,12 +20,13 @@ from .records import LostUpdate, Site
 from .wide_values import StorageNotes, WideValues, flat, run_in_fp32
 
 ADDITIONS = frozenset({"add", "sub", "lerp", "addcmul", "addcdiv"})
+_FACTORS = frozenset({"mul", "div"})
 _HANDED_ON = frozenset({"where", "clamp", "clamp_min", "clamp_max", "masked_fill"})
 """Ops between two additions that leave most of a state as it is, as the reset of a neuron that spiked."""
 TOLD = 64
 STEPS = 64
 """Additions to one state that are lost one after another: more than a network has layers whose start is small."""
-ELEMENTWISE = ADDITIONS | _HANDED_ON | {"mul", "div", "rsub", "neg", "to", "copy", "clone"}
+ELEMENTWISE = ADDITIONS | _HANDED_ON | _FACTORS | {"rsub", "neg", "to", "copy", "clone"}
 """Ops by which a forward computes what a state of its own holds next."""
 _WHOLE = 1 - 2.0**-5
 """Share of a state that is kept from call to call, from which on what is added to it adds up: with less, it comes near where it goes."""
@@ -42,7 +43,7 @@ class UpdateWatch:
     def __init__(self) -> None:
         self.lost: list[LostUpdate] = []
         self.is_own = ""
-        self._by_hand: StorageNotes[int] = StorageNotes()
+        self._by_hand: StorageNotes[tuple[int, int]] = StorageNotes()
         self._chains: StorageNotes[tuple[object, int]] = StorageNotes()
         self._before: dict[int, Tensor] = {}
         self._intended: dict[int, Tensor] = {}
@@ -114,8 +115,9 @@ class UpdateWatch:
 
     def _see_by_hand(self, call: Call, site: Site, name_of: Callable[[Tensor], str]) -> None:
         """Take in an op outside of modules and optimizers, which adds to 16 bit that no gradient goes through."""
-        is_addition = call.facts.writes and call.facts.name.removeprefix("foreach_") in ADDITIONS
-        if site.root or not is_addition or len(self.lost) >= TOLD or caller()[0] is Owner.MEZZO:
+        name = call.facts.name.removeprefix("foreach_")
+        is_update = call.facts.writes and name in ADDITIONS | _FACTORS
+        if site.root or not is_update or len(self.lost) >= TOLD or caller()[0] is Owner.MEZZO:
             return
         before = {id(t): kept for _, kept in call.inputs if (t := call.original(kept)) is not kept}
         kept = [t for t in call.out if id(t) in before and t.dtype in LOW_DTYPES]
@@ -125,11 +127,13 @@ class UpdateWatch:
         for tensor, want in zip(call.out, wide, strict=True):
             old = before[id(tensor)]
             counts = _counts(want != old.float(), tensor, old)
-            times = row_after(self._by_hand.get(tensor) or 0, counts)
-            self._by_hand.note(tensor, times)
+            times, at = self._by_hand.get(tensor) or (0, version(tensor) - 1)
+            # what was written in between, as gradients are before a clip, does not decay
+            times = row_after(times, counts) if name in ADDITIONS or at == version(tensor) - 1 else 0
+            self._by_hand.note(tensor, (times, version(tensor)))
             if times > (1 if tensor.numel() > 1 else STEPS):
-                name = name_of(tensor).rpartition(" ")[2] or f"a tensor of {tuple(tensor.shape)}"
-                self.add(name, tensor, "the program", counts, site)
+                called = name_of(tensor).rpartition(" ")[2] or f"a tensor of {tuple(tensor.shape)}"
+                self.add(called, tensor, "the program", counts, site)
 
     def _see_chain(self, call: Call, site: Site) -> None:
         """Take in an op of a forward: a line that adds to a state again and again, as steps of an ODE, and does not move it."""

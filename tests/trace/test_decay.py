@@ -1,0 +1,39 @@
+"""What a program multiplies by a factor near 1, again and again, in 16 bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mezzo.diagnose as diagnose
+from mezzo.diagnose import TraceReport
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def decayed(state: Tensor, factor: float, steps: int, *, is_written: bool = False) -> TraceReport:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with diagnose.trace(model) as t:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            if is_written:  # as gradients are that a clip scales by almost 1
+                state.copy_(torch.ones(()))
+            state.mul_(factor)  # DECAY
+    return t.report
+
+
+@pytest.mark.parametrize(("shape", "steps"), [((), 66), ((4,), 3)])
+def test_a_decay_that_16_bit_rounds_away_is_named(shape: tuple[int, ...], steps: int) -> None:
+    [found] = decayed(torch.full(shape, 0.1, dtype=BF16), 0.9985, steps).findings
+    assert (found.verdict, found.op) == ("lost-update", "mul") and found.frame is not None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "factor", "is_written"), [(FP32, 0.9985, False), (BF16, 0.9, False), (BF16, 1.0, False), (BF16, 0.9985, True)]
+)
+def test_one_that_moves_or_begins_anew_is_healthy(dtype: torch.dtype, factor: float, is_written: bool) -> None:
+    assert not decayed(torch.full((4,), 0.1, dtype=dtype), factor, 4, is_written=is_written).findings
