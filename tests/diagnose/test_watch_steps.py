@@ -46,7 +46,9 @@ def test_the_masters_that_are_named_fit_the_weights() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_wide_weights_that_have_converged_are_healthy_and_16_bit_ones_are_not_told_from_lost(dtype: torch.dtype) -> None:
+def test_wide_weights_that_have_converged_are_healthy_and_16_bit_ones_are_not_told_from_lost(
+    dtype: torch.dtype,
+) -> None:
     model = nn.Linear(8, 1).to(dtype)
     optimizer, x = torch.optim.SGD(model.parameters(), lr=0.01), torch.randn(64, 8).to(dtype)
     wanted = model(x).detach()

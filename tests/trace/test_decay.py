@@ -33,7 +33,19 @@ def test_a_decay_that_16_bit_rounds_away_is_named(shape: tuple[int, ...], steps:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "factor", "is_written"), [(FP32, 0.9985, False), (BF16, 0.9, False), (BF16, 1.0, False), (BF16, 0.9985, True)]
+    ("dtype", "factor", "is_written"),
+    [(FP32, 0.9985, False), (BF16, 0.9, False), (BF16, 1.0, False), (BF16, 0.9985, True)],
 )
 def test_one_that_moves_or_begins_anew_is_healthy(dtype: torch.dtype, factor: float, is_written: bool) -> None:
     assert not decayed(torch.full((4,), 0.1, dtype=dtype), factor, 4, is_written=is_written).findings
+
+
+def test_a_16_bit_table_with_sparse_gradients_is_followed() -> None:
+    model = nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Flatten(), nn.Linear(16, 3)).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with diagnose.trace(model) as t:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randint(0, 50, (8, 2))).float().square().sum().backward()
+            optimizer.step()
+    assert t.report.record.updates == 2

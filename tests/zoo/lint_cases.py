@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from tests.zoo.case import Case
 from tests.zoo.faulty_forward import BF16, FP16, Run, functional
+from tests.zoo.lint_amplified import cosine_from_one
 from torch import Tensor, nn
 
 
@@ -374,6 +375,7 @@ LINTS = [
     LintCase(build=product_with_itself, module="body", verdict="squares-near-overflow"),
     LintCase(build=log_of_one_plus_little, module="body", verdict="log-of-one-plus", dtypes=BOTH, names=("off by",)),
     LintCase(build=difference_of_two_forwards, verdict="finite-difference", dtypes=BOTH, names=("its step, 0.0001",)),
+    LintCase(build=cosine_from_one, module="body", verdict="amplified-rounding", dtypes=BOTH, names=("sub makes",)),
     LintCase(build=fully_masked_row, module="body", verdict="masked-row", dtypes=BOTH, names=("1 row",)),
     LintCase(
         build=rotary_buffer_cast_with_the_model, verdict="buffer-in-16-bit", dtypes=BOTH, names=("buffer inv_freq",)

@@ -95,9 +95,7 @@ def _open_kernels(device: torch.device) -> Iterator[None]:
 
 def _grads(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the gradients, of a sparse one its values, by name. Syncs: no."""
-    return [
-        (name, grad) for name, p in model.named_parameters() if p.grad is not None for _, grad in floating(p.grad)
-    ]
+    return [(name, grad) for name, p in model.named_parameters() if p.grad is not None for _, grad in floating(p.grad)]
 
 
 def _gradient_errors(each: list[tuple[str, Tally]], every: Tally) -> tuple[GradientError, ...]:

@@ -21,7 +21,7 @@ from .ops import Call
 from .records import Event, Lint, LintRule, Site
 from .reference_path import ReferencePath
 from .verdict import number
-from .wide_values import StorageNotes, run_in_fp32
+from .wide_values import Amplified, StorageNotes, run_in_fp32
 
 _TAKES_CONSTANT = frozenset({
     "add", "sub", "rsub", "clamp", "clamp_min", "clamp_max", "maximum", "full", "fill", "full_like", "new_full",
@@ -75,11 +75,15 @@ class LintWatch:
         self._sums: StorageNotes[_RunningSum] = StorageNotes()
         self._one_plus_lost: StorageNotes[float] = StorageNotes()
         self._steps: set[float] = set()
-        self._rest = BuffersAtRest()
+        self._rest, self.amplified = BuffersAtRest(), Amplified()
 
     def records(self, *, has_flushed: bool = True) -> tuple[Lint, ...]:
         """Return what was noticed, each line once a rule, given whether fp16 flushed a number of a gradient."""
         is_told = has_flushed or self.of_risks
+        named = {x.site.frame for x in self._found.values()}
+        for site, kernel, off in self.amplified.lasting():
+            if site.frame not in named:
+                self.add("amplified-rounding", site, self.amplified.low, f"{off:.0%}", off, kernel)
         of_ids = {x.site.frame for x in self._found.values() if x.rule == "ids-in-16-bit"}
         found = [x for x in self._found.values() if is_told or x.rule != "no-loss-scale"]
         return tuple(x for x in found if x.rule != "integers-in-16-bit" or x.site.frame not in of_ids)
@@ -261,6 +265,7 @@ class LintWatch:
     def end_step(self) -> None:
         """Let go of sums that are no more, and of constants that were added. Host only."""
         self._steps.clear()
+        self.amplified.end_step()
         self._sums.drop_except(StorageNotes())
 
     def softmax(self, event: Event) -> None:
@@ -271,6 +276,7 @@ class LintWatch:
 
     def model(self, model: nn.Module, site: Site, in_region: bool, reference: ReferencePath) -> None:
         """Look over a model before it runs: buffers that must stay wide, weights that a region expects wide. Syncs: at buffers in 16 bit."""
+        self.amplified.model(model)
         for found in self._rest.enter(model, reference):
             self.add("buffer-in-16-bit", site, found.dtype, found.what, found.value)
         for name, buffer in model.named_buffers():
@@ -298,6 +304,7 @@ class LintWatch:
     def loss(self, loss: Tensor, site: Site, loss_scale: float, region: torch.dtype | None) -> None:
         """Look at the tensor backward starts from, and at the region it starts in. Syncs: where it is 16 bit."""
         self._clipped, self._factor = None, loss_scale
+        self.amplified.loss(loss, site.step, self.of_risks)
         self.scale = loss_scale if self._has_scaler else 1.0
         if region is not None and self.of_risks:
             self.add("backward-in-region", site, region, "backward", 0.0)

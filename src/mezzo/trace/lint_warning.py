@@ -62,6 +62,10 @@ _TEXTS: dict[str, Callable[[Lint], tuple[str, str]]] = {
         f"a difference is divided by its step, {number(x.value)}, and off by {x.what} of what fp32 has: {x.dtype} gives both of its terms nearly the same numbers.",
         "compute both terms in fp32, with torch.autocast(..., enabled=False) and a model of fp32 weights; or differentiate: torch.func.jvp, torch.autograd.grad.",
     ),
+    "amplified-rounding": lambda x: (
+        f"{x.site.op} makes rounding large: its result is {x.what} off what fp32 has, while what it is given is right to what {x.dtype} holds.",
+        "compute it, and all behind the last layer or input that it is made of, in fp32: x = x.float() there, with torch.autocast(..., enabled=False); or leave out the large part that cancels.",
+    ),
     "masked-row": lambda x: (
         f"{x.what} of a softmax hold -inf alone, which gives NaN.",
         "keep one entry in every row, or mask with torch.finfo(x.dtype).min.",

@@ -15,7 +15,7 @@ from ..optim import parameters
 from .frames import Owner, caller
 from .lint_rules import LintWatch
 from .measure import rerun_wide
-from .ops import Call
+from .ops import Call, floating
 from .records import LostUpdate, Site
 from .wide_values import StorageNotes, WideValues, flat, run_in_fp32
 
@@ -61,7 +61,7 @@ class UpdateWatch:
         for p in parameters(optimizer):
             if p.dtype in LOW_DTYPES and p.grad is not None:
                 self._before[id(p)] = p.detach().clone()
-                self._gradients.add(storage_id(p.grad))
+                self._gradients.update(storage_id(values) for _, values in floating(p.grad))
 
     def see(self, call: Call, site: Site, name_of: Callable[[Tensor], str]) -> None:
         """Take in one op, given what tensors are called. Syncs: where it adds to 16 bit in a forward or by hand."""

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter, deque
 from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .._torch import storage_id, tree_map
 from ..formats import LOW_DTYPES
 from .fix import edit_of
 from .measure import is_finite, rerun_wide
-from .ops import CASTS, Call, is_product
+from .ops import CASTS, Call, is_product, plain
 from .records import Site
 
 
@@ -225,3 +228,138 @@ def _follows(first: Call, _: Site, call: Call, known: dict[int, Tensor]) -> bool
 def _are_close(found: list[Tensor] | None, want: list[Tensor]) -> bool:
     pairs = () if found is None else zip(found, want, strict=True)
     return found is not None and all(bool(((f - w).abs() <= _CLOSE * w.abs()).all()) for f, w in pairs)
+
+
+_LINEAR = frozenset({
+    "add", "sub", "rsub", "neg", "sum", "mean", "to", "clone", "copy", "cat", "stack", "index", "gather", "index_select", "where",
+    "masked_fill", "clamp", "clamp_min", "clamp_max", "relu", "abs", "max", "min", "amax", "amin", "maximum", "minimum",
+})  # fmt: skip
+"""Ops whose gradient does not depend on the values they are given, but for their signs and order."""
+_LOGARITHMS = frozenset({"log", "log2", "log10", "log1p"})
+"""Ops whose gradient is right where their argument is."""
+_RIGHT, _WRONG, _SEEN = 1 / 16, 1 / 4, 1 / 8
+"""How far from fp32 what an op is given may lie, and its result must, where it makes rounding large; and how far what comes of it."""
+_TRIED = 4
+"""How often ops by one line are run again in vain."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Error:
+    """How far a value lies from that of an fp32 run.
+
+    Attributes:
+        off: norm of the difference over that of the value in fp32.
+        site: of the op that made rounding large; None where none did.
+        kernel: that op, as torch calls it.
+        made_off: how far its result was off.
+        is_used: whether a gradient depends on what is wrong.
+    """
+
+    off: float
+    site: Site | None = None
+    kernel: str = ""
+    made_off: float = 0.0
+    is_used: bool = False
+
+
+class Amplified:
+    """Finds ops that make rounding large (differences of nearly equal numbers, phases, long products) on the way to a loss or a layer.
+
+    What layers round, products with weights, is not counted: an op is named where its result is right once all between the last of
+    them, or the input, and it runs in fp32.
+
+    Attributes:
+        found: by line and kernel, where, how far off and in which steps.
+        low: the 16-bit format of the last one.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[str, str], tuple[_Error, set[int]]] = {}
+        self.low = torch.float16
+        self._steps: set[int] = set()
+        self._errors: StorageNotes[_Error] = StorageNotes()
+        self._recent: deque[Call] = deque(maxlen=64)
+        self._weights: StorageNotes[bool] = StorageNotes()
+        self._in_vain: Counter[tuple[str, str]] = Counter()
+
+    def model(self, model: nn.Module) -> None:
+        """Take note of the weights of a model that is about to run. Syncs: no."""
+        for weight in model.parameters():
+            if weight.requires_grad and (values := plain(weight)) is not None:
+                self._weights.note(values, True)
+
+    def see(self, call: Call, site: Site, wide: list[Tensor] | None) -> None:
+        """Take in one op and its results in an fp32 run. Syncs: where they are known."""
+        if wide is None or site.phase != "forward":
+            forget_results(call, self._errors)
+            return
+        given = [e for _, t in call.inputs if (e := self._errors.get(call.original(t))) is not None]
+        wrong, has_weight = next((e for e in given if e.site), None), any(self._weights.get(t) for _, t in call.inputs)
+        is_layer = has_weight and is_product(call.func)
+        if has_weight and call.facts.name == "to":
+            self._weights.note(call.out[0], True)
+        if wrong is not None and is_layer:
+            self._tell(wrong, site.step)
+        for tensor, value in zip(call.out, wide, strict=True):
+            error = _Error(_off(tensor, value))
+            if wrong is not None and error.off > _SEEN and not is_layer:
+                error = replace(wrong, off=error.off, is_used=wrong.is_used or not _is_linear(call))
+            elif error.off > _WRONG and not is_layer and all(e.off < _RIGHT for e in given):
+                key = (str(site.frame), call.facts.kernel)
+                if self._in_vain[key] < _TRIED and self._is_right_in_fp32(call, wide):
+                    self.low = next(
+                        (t.dtype for c in (call, *self._recent) for t in c.out if t.dtype in LOW_DTYPES), self.low
+                    )
+                    is_used = not _is_linear(call) and call.facts.name not in _LOGARITHMS
+                    error = _Error(error.off, site, key[1], error.off, is_used)
+                else:
+                    self._in_vain[key] += 1
+            self._errors.note(tensor, error)
+        if not is_layer:
+            self._recent.append(call)
+
+    def loss(self, loss: Tensor, step: int, of_risks: bool) -> None:
+        """Take note of what backward starts from, and whether a wrong value counts where its gradient is right. Host only."""
+        self._steps.add(step)
+        value = plain(loss)
+        error = None if value is None else self._errors.get(value)
+        if error is not None and error.site is not None and (error.is_used or of_risks):
+            self._tell(error, step)
+
+    def lasting(self) -> list[tuple[Site, str, float]]:
+        """Return where, by which op and how far off, for what came in half of the steps: what is left where a loss is met is rounding. Host only."""
+        told = ((e, steps) for e, steps in self.found.values() if 2 * len(steps) >= len(self._steps))
+        return [(e.site, e.kernel, e.made_off) for e, _ in told if e.site is not None]
+
+    def end_step(self) -> None:
+        """Let go of the ops of a step. Host only."""
+        self._recent.clear()
+        self._errors.drop_except(StorageNotes())
+
+    def _tell(self, error: _Error, step: int) -> None:
+        assert error.site is not None  # where it is called
+        self.found.setdefault((str(error.site.frame), error.kernel), (error, set()))[1].add(step)
+
+    def _is_right_in_fp32(self, call: Call, wanted: list[Tensor]) -> bool:
+        """Say whether an op's results are those of an fp32 run once the ops before it, but for products, run in fp32. Syncs: yes."""
+        values = WideValues()
+        for before in self._recent:
+            for tensor, value in zip(before.out, run_in_fp32(before, values.known(before)) or (), strict=False):
+                values.put(tensor, value)
+        got = run_in_fp32(call, values.known(call))
+        pairs = () if got is None else zip(call.out, got, wanted, strict=True)
+        return got is not None and all(_off(v, w) < min(_SEEN, _off(t, w) / 4) for t, v, w in pairs)
+
+
+def _off(tensor: Tensor, wide: Tensor) -> float:
+    """Return how far a tensor lies from another, as a share of that one's norm; 0 where that is 0 or not finite. Syncs: yes."""
+    top = float(wide.norm())
+    off = float((tensor.detach().to(wide.dtype) - wide).norm()) if 0 < top < math.inf else 0.0
+    return off / top if 0 < off < math.inf else 0.0
+
+
+def _is_linear(call: Call) -> bool:
+    """Say whether the gradient of an op does not depend on the values that it is given; a factor of one number is a scale."""
+    if call.facts.name in ("mul", "div"):
+        return sum(t.dim() > 0 or call.original(t).requires_grad for _, t in call.inputs) < 2
+    return call.facts.name in _LINEAR

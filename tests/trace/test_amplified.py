@@ -1,0 +1,206 @@
+"""Ops that make rounding large, on the way to a loss or a layer, and what looks like them and trains as fp32 does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mezzo.diagnose as diagnose
+from mezzo.diagnose import TraceReport
+from mezzo.trace import explain_lint
+
+BF16, FP32 = torch.bfloat16, torch.float32
+Losses = Callable[[nn.Linear, Tensor], Tensor]
+"""Computes a loss from a layer of 8 features and a batch; what it makes of them is cast by `low`."""
+LOW = [BF16]
+
+
+def low(x: Tensor) -> Tensor:
+    return x.to(LOW[0])
+
+
+def variance_by_moments(m: nn.Linear, x: Tensor) -> Tensor:
+    h = low(m(x)) + 20
+    return (
+        ((h - h.mean(-1, True)) * ((h * h).mean(-1, True) - h.mean(-1, True) ** 2 + 1e-2).abs().rsqrt() - x)
+        .square()
+        .mean()
+    )
+
+
+def versine(m: nn.Linear, x: Tensor) -> Tensor:
+    return ((1 - torch.cos(low(m(x)) * 1e-2)) * 1e4 - 1).square().mean()
+
+
+def long_product(m: nn.Linear, x: Tensor) -> Tensor:
+    return (1 - low(m(x)).flatten().sigmoid() * 2e-3).cumprod(0).float().square().mean()
+
+
+def offset(m: nn.Linear, x: Tensor) -> Tensor:
+    return ((low(m(x)) + 5000.0) - (low(x) + 5000.0)).square().mean()
+
+
+def dates(m: nn.Linear, x: Tensor) -> Tensor:
+    years = torch.linspace(2000, 2024, x.numel(), dtype=LOW[0]).view_as(x)
+    return m(((years - 2012) / 12).float()).square().mean()
+
+
+def time_steps(m: nn.Linear, x: Tensor) -> Tensor:
+    t = low(torch.arange(x.numel() + 1) * 0.7 + 1e4)
+    return (m(x).flatten() - t.diff().float()).square().mean()
+
+
+def phases(m: nn.Linear, x: Tensor) -> Tensor:
+    t = low(torch.linspace(0, 1, x.numel()).view_as(x)) * 1000
+    return m(t.sin().float()).square().mean()
+
+
+def distances(m: nn.Linear, x: Tensor) -> Tensor:
+    z = low(m(x)) * 0.05 + 3
+    d = (z * z).sum(-1)[:, None] + (z * z).sum(-1)[None] - 2 * z @ z.T
+    return torch.exp(-d.clamp(min=0) * 100).mean()
+
+
+def advantages(m: nn.Linear, x: Tensor) -> Tensor:
+    v = low(m(x)).flatten() * 0.1 + 1000
+    a = v - v.mean()
+    return (a / (a.std() + 1e-3) * x.flatten()).mean()
+
+
+def places(m: nn.Linear, x: Tensor) -> Tensor:
+    row = low(torch.linspace(-1, 1, 512))
+    grid = torch.stack(torch.meshgrid(row, row[:2], indexing="xy"), -1)[None] + low(m(x)).mean() * 1e-9
+    picture = (torch.arange(512) * math.pi).cos().expand(1, 1, 2, 512)
+    return (F.grid_sample(picture, grid.float(), align_corners=True) - picture).square().mean()
+
+
+def spectrum(m: nn.Linear, x: Tensor) -> Tensor:
+    k = low(torch.arange(128))
+    angles = k[:, None] * k[None] * (2 * math.pi / 128)
+    return (
+        m((torch.ones(1, 128) @ angles.sin().float())[:, :8]).square().mean()
+        + m(angles.cos().float()[:, :8]).square().mean()
+    )
+
+
+SICK = [
+    variance_by_moments, versine, long_product, offset, dates, time_steps, phases, distances, advantages, places, spectrum,
+]  # fmt: skip
+
+
+def critics(m: nn.Linear, x: Tensor) -> Tensor:
+    return low(m(x)).mean() - low(m(x + 1e-3)).mean()
+
+
+def scaled_difference(m: nn.Linear, x: Tensor) -> Tensor:
+    return critics(m, x) * torch.tensor(1024.0)
+
+
+def first_ratio(m: nn.Linear, x: Tensor) -> Tensor:
+    new = low(m(x)).log_softmax(-1)
+    return ((new - low(new.detach().float() + 1e-4)).exp() * x).mean()
+
+
+def divergence(m: nn.Linear, x: Tensor) -> Tensor:
+    mu, logvar = (low(m(x)) * 1e-2).chunk(2, -1)
+    return (x - m(x)).square().mean() - 0.005 * (1 + logvar - mu**2 - logvar.exp()).sum(-1).mean().float()
+
+
+def penalty(m: nn.Linear, x: Tensor) -> Tensor:
+    norm = low(F.normalize(m(x).float(), dim=-1) * 1.001).square().sum(-1).sqrt()
+    return m(x).float().square().mean() + 10 * (norm - 1).square().mean()
+
+
+def gate(m: nn.Linear, x: Tensor) -> Tensor:
+    z = torch.sigmoid(low(m(x)) * 0.1 + 6)
+    return (z * low(x) + (1 - z) * low(m(x))).float().square().mean()
+
+
+def met(m: nn.Linear, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = m(x.double().float()).float() + 1e-4
+    return (low(m(x)) - y).square().mean()
+
+
+def met_by_hand(m: nn.Linear, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = m(x).float() * 0 + F.linear(x.double(), m.weight.double(), m.bias.double()).float() + 1e-4
+    return (low(low(x) @ low(m.weight).T + low(m.bias)).sigmoid().float() - y.sigmoid()).square().mean()
+
+
+def nearly_one(m: nn.Linear, x: Tensor) -> Tensor:
+    return 1 - F.cosine_similarity(low(m(x)), low(m(x + 1e-3)), dim=-1).mean()
+
+
+def stretched(m: nn.Linear, x: Tensor) -> Tensor:
+    return ((1 + low(m(x)) * 1e-4) * low(x)).float().square().mean()
+
+
+def confident(m: nn.Linear, x: Tensor) -> Tensor:
+    return F.cross_entropy(
+        low(m(x)) * 50 + low(50 * F.one_hot(torch.arange(len(x)) % 8, 8).float()), torch.arange(len(x)) % 8
+    )
+
+
+SOUND = [
+    critics, scaled_difference, first_ratio, divergence, penalty, gate, met, met_by_hand, nearly_one, stretched, confident,
+]  # fmt: skip
+
+
+class Layer(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=BF16):
+            return super().forward(x)
+
+
+def traced(loss_of: Losses, dtype: torch.dtype = BF16, steps: int = 2) -> TraceReport:
+    torch.manual_seed(0)
+    model, x = Layer(8, 8), torch.randn(64, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    LOW[0] = dtype
+    with diagnose.trace(model) as t:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=BF16, enabled=dtype is BF16):
+                loss = loss_of(model, x)
+            loss.float().backward()
+            optimizer.step()
+    return t.report
+
+
+def named(report: TraceReport) -> list[str]:
+    return [x.site.frame.function for x in report.record.lints if x.rule == "amplified-rounding" and x.site.frame]
+
+
+@pytest.mark.parametrize("loss_of", SICK)
+def test_what_makes_rounding_large_is_named(loss_of: Losses) -> None:
+    report = traced(loss_of)
+    assert loss_of.__name__ in named(report), report
+    [text] = {explain_lint(x).why for x in report.record.lints if x.rule == "amplified-rounding"} or {""}
+    assert "makes rounding large: its result is" in text
+    assert report.document().verdict.startswith("No fault, but the code loses numbers (amplified-rounding)")
+
+
+@pytest.mark.parametrize("loss_of", SICK)
+def test_the_advice_cures_it(loss_of: Losses) -> None:
+    """fp32 from the layer or the input on, though the layer itself is run in 16 bit."""
+    assert named(traced(loss_of, FP32)) == []
+
+
+@pytest.mark.parametrize("loss_of", SOUND)
+def test_what_gradients_do_not_feel_or_layers_round_is_healthy(loss_of: Losses) -> None:
+    assert named(traced(loss_of)) == []
+
+
+def test_what_comes_in_the_end_alone_is_rounding() -> None:
+    def turns(m: nn.Linear, x: Tensor, state: list[int]) -> Tensor:
+        state.append(0)
+        return offset(m, x) if len(state) > 4 else m(x).float().square().mean()
+
+    assert named(traced(partial(turns, state=[]), steps=6)) == []
