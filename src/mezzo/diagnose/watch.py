@@ -26,7 +26,7 @@ from .watch_report import Kind, StepRecord, TensorRecord, WatchReport
 _KEPT_RESULTS = 256
 _SMALL_RATE = 1e-8
 """At it and below, fp32 weights do not move by gradients of their own size."""
-_TABLES = (nn.Embedding, nn.EmbeddingBag)
+_TABLES, _DENSE = (nn.Embedding, nn.EmbeddingBag), torch.strided
 
 
 class Watch(AbstractContextManager["Watch"]):
@@ -59,8 +59,7 @@ class Watch(AbstractContextManager["Watch"]):
         self._spent_s, self._started = 0.0, time.perf_counter()
         self._dtypes = {p.dtype for _, p in self._parameters}
         self._masters: dict[int, Any] = {}  # the optimizer that keeps a parameter's
-        self._handles: list[Any] = []
-        self._sampling: list[Any] = []
+        self._handles, self._sampling = list[Any](), list[Any]()
         self._states = {n: Stamp.of(b) for n, b in model.named_buffers() if b.dtype in LOW_DTYPES}
         self._ids = {id(p) for _, p in self._parameters}
         self._stepping: list[torch.optim.Optimizer] = []
@@ -182,12 +181,12 @@ class Watch(AbstractContextManager["Watch"]):
         aux = None if optimizer is None else optimizer.aux_state(parameter)[1]
         return None if aux is None else spaced(aux, self._rows.values.shape[1]).clone()
 
-    def _rows_of(self, optimizers: Sequence[torch.optim.Optimizer], *, above: float = -1.0) -> list[int]:
+    def _rows_of(self, optimizers: Sequence[torch.optim.Optimizer], above: float = -1.0) -> set[int]:
         """Return the rows of the optimizers' parameters whose rate is larger than a number; one on a device is not read. Host only."""
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         rated = [g for g in groups if isinstance(g.get("lr"), Tensor) or g.get("lr", 1) > above]
         owned = {id(p) for group in rated for p in group["params"]}
-        return [row for row, (_, p) in enumerate(self._parameters) if id(p) in owned]
+        return {row for row, (_, p) in enumerate(self._parameters) if id(p) in owned}
 
     def _sample_weights(self) -> Tensor:
         for row, (_, parameter) in enumerate(self._parameters):
@@ -210,18 +209,16 @@ class Watch(AbstractContextManager["Watch"]):
             if id(parameter) in self._masters:
                 moved[row, : sample.numel()] |= True if aux is None or now is None else now != aux
         gradients = slice(self._first_gradient, self._first_weight)
-        stepped = set(self._rows_of(optimizers, above=0))
         meant = self._rows.values[gradients] != 0
         has_gradient = meant.any() | (not self._rows.is_holding(gradients.start, gradients.stop))
         # values of a sparse gradient stand at other places than those of the weight
-        dense = [p.grad is None or p.grad.layout is torch.strided for _, p in self._parameters]
-        meant &= self._column([row in stepped and dense[row] for row in range(len(dense))])
-        was_meant = meant.any()
+        dense = {i for i, (_, p) in enumerate(self._parameters) if getattr(p.grad, "layout", _DENSE) is _DENSE}
+        was_meant = meant.logical_and_(self._column(dense & self._rows_of(optimizers, above=0))).any()
         meant &= ~self._cleared[:, None]
         is_left = meant.any()
-        # fp32 rounds away what a model that has converged still gets; a rate at which it could be all is another thing
-        rated = set(self._rows_of(optimizers, above=_SMALL_RATE))
-        meant &= self._column([i not in rated or self._is_bare(p) for i, (_, p) in enumerate(self._parameters)])
+        # what a model that has converged still gets fp32 rounds away, as it does all at a rate near 0
+        wide = {i for i, (_, p) in enumerate(self._parameters) if not self._is_bare(p)}
+        meant &= ~self._column(wide & self._rows_of(optimizers, above=_SMALL_RATE))
         counts = torch.stack([meant.sum(1), (meant & ~moved).sum(1)])
         flags = torch.stack([has_gradient, was_meant & ~is_left, meant.any() & ~moved.any()])
         self._sampled[self._seen] = counts, flags, _has_rate(optimizers), taken
@@ -229,8 +226,9 @@ class Watch(AbstractContextManager["Watch"]):
         if len(self._sampled) >= _KEPT_RESULTS:
             self._read_results()
 
-    def _column(self, flags: list[bool]) -> Tensor:
-        return torch.tensor(flags, dtype=torch.bool, device=self._moved.device)[:, None]
+    def _column(self, rows: set[int]) -> Tensor:
+        found = [row in rows for row in range(len(self._parameters))]
+        return torch.tensor(found, dtype=torch.bool, device=self._moved.device)[:, None]
 
     def _count_sampled(self) -> None:
         """Add up the sampled steps that were taken; a skipped step moves nothing and is not counted. Syncs: yes."""
@@ -297,12 +295,9 @@ class Watch(AbstractContextManager["Watch"]):
             still=self._num_still,
             dead=self._dead(histograms),
             states=tuple(n for n, b in buffers.items() if n in self._states and not self._states[n].is_current(b)),
-            masters=next((f"{dtype_name(d)}-master" for d in LOW_DTYPES if d in self._bare_dtypes()), ""),
+            masters=next((f"{dtype_name(p.dtype)}-master" for _, p in self._parameters if self._is_bare(p)), ""),
             unreached=tuple(n for i, (n, _) in enumerate(self._parameters) if not gradients[i]),
         )
-
-    def _bare_dtypes(self) -> set[torch.dtype]:
-        return {p.dtype for _, p in self._parameters if self._is_bare(p)}
 
     def _is_bare(self, parameter: Tensor) -> bool:
         """Say whether a weight is in 16 bit, and nothing keeps what it cannot hold. Host only."""

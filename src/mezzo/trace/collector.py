@@ -154,8 +154,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
 
     def on_read(self, tensor: Tensor, site: Site) -> None:
         """Take note of a value that the host reads. Syncs: yes, where non-finite values are about."""
-        read = self._reads.of(tensor)
-        if read is None or caller()[0] is Owner.MEZZO:
+        if (read := self._reads.of(tensor)) is None or caller()[0] is Owner.MEZZO:
             return
         if tensor.is_floating_point():
             self._read_causes |= read.causes
