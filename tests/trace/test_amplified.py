@@ -138,6 +138,10 @@ def nearly_one(m: nn.Linear, x: Tensor) -> Tensor:
     return 1 - F.cosine_similarity(low(m(x)), low(m(x + 1e-3)), dim=-1).mean()
 
 
+def weighted(m: nn.Linear, x: Tensor) -> Tensor:
+    return (1e4 * (1 - torch.cos(low(m(x)) * 1e-2)) * x.abs()).mean().float()
+
+
 def stretched(m: nn.Linear, x: Tensor) -> Tensor:
     return ((1 + low(m(x)) * 1e-4) * low(x)).float().square().mean()
 
@@ -149,7 +153,8 @@ def confident(m: nn.Linear, x: Tensor) -> Tensor:
 
 
 SOUND = [
-    critics, scaled_difference, first_ratio, divergence, penalty, gate, met, met_by_hand, nearly_one, stretched, confident,
+    critics, scaled_difference, first_ratio, divergence, penalty, gate, met, met_by_hand, nearly_one, weighted, stretched,
+    confident,
 ]  # fmt: skip
 
 
@@ -172,6 +177,24 @@ def traced(loss_of: Losses, dtype: torch.dtype = BF16, steps: int = 2) -> TraceR
             loss.float().backward()
             optimizer.step()
     return t.report
+
+
+@pytest.mark.parametrize("loss_of", SOUND)
+def test_lint_has_nothing_of_them_either(loss_of: Losses) -> None:
+    torch.manual_seed(0)
+    LOW[0] = BF16
+    with torch.autocast("cpu", dtype=BF16):
+        found = diagnose.lint(Layer(8, 8), torch.randn(64, 8), loss_of)
+    assert "amplified-rounding" not in [x.lint.rule for x in found.warnings]
+
+
+def test_lint_names_a_logarithm_of_what_is_nearly_one() -> None:
+    def likelihood(m: nn.Linear, x: Tensor) -> Tensor:
+        return -(1 - low(m(x) * 1e-4).sigmoid() * 1e-4).log().float().mean()
+
+    LOW[0] = BF16
+    found = diagnose.lint(Layer(8, 8), torch.randn(64, 8), likelihood)
+    assert [x.lint.rule for x in found.warnings] == ["amplified-rounding"]
 
 
 def named(report: TraceReport) -> list[str]:

@@ -7,4 +7,6 @@ from tests.zoo.faulty_forward import Run, functional
 
 
 def cosine_from_one(dtype: torch.dtype) -> Run:
-    return functional(lambda x: 1e4 * (1 - torch.cos(1e-2 * x)), dtype, torch.rand(4, 8), scale=256.0)  # FAULT
+    return functional(
+        lambda x: (1e3 - 1e3 * torch.cos(0.04 * x)).square(), dtype, torch.rand(4, 8), scale=256.0
+    )  # FAULT

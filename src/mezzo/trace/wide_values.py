@@ -293,8 +293,9 @@ class Amplified:
         if wide is None or site.phase != "forward":
             forget_results(call, self._errors)
             return
-        given = [e for _, t in call.inputs if (e := self._errors.get(call.original(t))) is not None]
-        wrong, has_weight = next((e for e in given if e.site), None), any(self._weights.get(t) for _, t in call.inputs)
+        known = [(t, e) for _, t in call.inputs if (e := self._errors.get(call.original(t))) is not None]
+        read, wrong = next(((t, e) for t, e in known if e.site), (None, None))
+        has_weight = any(self._weights.get(t) for _, t in call.inputs)
         is_layer = has_weight and is_product(call.func)
         if has_weight and call.facts.name == "to":
             self._weights.note(call.out[0], True)
@@ -303,14 +304,14 @@ class Amplified:
         for tensor, value in zip(call.out, wide, strict=True):
             error = _Error(_off(tensor, value))
             if wrong is not None and error.off > _SEEN and not is_layer:
-                error = replace(wrong, off=error.off, is_used=wrong.is_used or not _is_linear(call))
-            elif error.off > _WRONG and not is_layer and all(e.off < _RIGHT for e in given):
+                error = replace(wrong, off=error.off, is_used=wrong.is_used or not _is_linear(call, read))
+            elif error.off > _WRONG and not is_layer and all(e.off < _RIGHT for _, e in known):
                 key = (str(site.frame), call.facts.kernel)
                 if self._in_vain[key] < _TRIED and self._is_right_in_fp32(call, wide):
                     self.low = next(
                         (t.dtype for c in (call, *self._recent) for t in c.out if t.dtype in LOW_DTYPES), self.low
                     )
-                    is_used = not _is_linear(call) and call.facts.name not in _LOGARITHMS
+                    is_used = not _is_linear(call, None) and call.facts.name not in _LOGARITHMS
                     error = _Error(error.off, site, key[1], error.off, is_used)
                 else:
                     self._in_vain[key] += 1
@@ -323,7 +324,7 @@ class Amplified:
         self._steps.add(step)
         value = plain(loss)
         error = None if value is None else self._errors.get(value)
-        if error is not None and error.site is not None and (error.is_used or of_risks):
+        if error and error.site and (error.is_used or (of_risks and error.site.op in _LOGARITHMS)):
             self._tell(error, step)
 
     def lasting(self) -> list[tuple[Site, str, float]]:
@@ -358,8 +359,9 @@ def _off(tensor: Tensor, wide: Tensor) -> float:
     return off / top if 0 < off < math.inf else 0.0
 
 
-def _is_linear(call: Call) -> bool:
-    """Say whether the gradient of an op does not depend on the values that it is given; a factor of one number is a scale."""
+def _is_linear(call: Call, read: Tensor | None) -> bool:
+    """Say whether no gradient of an op depends on one that it reads: of a product, those of the other factors do."""
     if call.facts.name in ("mul", "div"):
-        return sum(t.dim() > 0 or call.original(t).requires_grad for _, t in call.inputs) < 2
+        is_divisor = call.facts.name == "div" and read is call.args[1]
+        return not (is_divisor or any(call.original(t).requires_grad for _, t in call.inputs if t is not read))
     return call.facts.name in _LINEAR
