@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
             "variant prepare+capture cannot run here: a step is captured as a CUDA graph, and this device is cpu.",
         ),
         ({"dtype": "fp32"}, "--dtype fp32 is not a 16-bit dtype; write bf16 or fp16."),
-        ({"dtype": "bf61"}, "unknown dtype 'bf61'. Did you mean 'bf16'?"),
+        ({"dtype": "bf61"}, "--dtype bf61 is not a 16-bit dtype; write bf16 or fp16."),
         ({"device": "gpu"}, "--device gpu is not a torch device; write cpu or cuda."),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 from pathlib import Path
@@ -105,6 +106,11 @@ def test_a_quick_look_is_one_at_a_small_size(monkeypatch: pytest.MonkeyPatch, tm
         assert plan.rounds == 1
 
 
+def test_a_number_that_is_written_is_that_of_a_quick_look_too() -> None:
+    _, _, workload = parse("recipe", ["--device", "cpu", "--quick", "--epochs", "7"])
+    assert workload == dataclasses.replace(Recipe().quick(), epochs=7)
+
+
 def test_each_test_path_runs_once_for_all_workloads(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
     monkeypatch.setattr("mezzo.cli.bench.run_tests", lambda paths: ran.extend(paths) or "1 passed")
@@ -162,11 +168,43 @@ def test_usage_names_every_workload(capsys: pytest.CaptureFixture[str]) -> None:
         (["recipe", "--variants", "torch-apm"], "mezzo bench: unknown variant 'torch-apm'. Did you mean 'torch-amp'?"),
         (["recipe", "--rounds", "0"], "mezzo bench: --rounds 0 measures nothing; write 1 or more."),
         (["recipe", "--device", "gpu"], "mezzo bench: --device gpu is not a torch device; write cpu or cuda."),
+        (["recipe", "--dtype", "bf17"], "mezzo bench: --dtype bf17 is not a 16-bit dtype; write bf16 or fp16."),
+        (
+            ["recipe", "--variants", "fp32", "torch-amp", "fp32"],
+            "mezzo bench: --variants names fp32 twice; write it once.",
+        ),
+        (["scaling", "--widths", "8", "16", "8"], "mezzo bench: --widths names 8 twice; write it once."),
+        (["recipe", "--batch-size", "0"], "mezzo bench: --batch-size 0: sizes and counts start at 1."),
+        (
+            ["all", "--variants", "torch-16bit"],
+            "mezzo bench: variant torch-16bit does not run in recipe, 512 x 2048 x 3: ",
+        ),
     ],
 )
-def test_bad_options(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_options_are_refused_before_the_tests_are_run(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mezzo.cli.bench.tests_of", lambda _: pytest.fail("work was done"))
+    monkeypatch.setattr("mezzo.cli.bench.open_folder", lambda _: None)
     assert main(["bench", *words]) == 2
-    assert capsys.readouterr().err.strip() == message
+    said = capsys.readouterr().err
+    assert said.startswith(message) and said.count("\n") == 1
+
+
+def test_an_option_that_one_of_all_workloads_lacks_stops_the_first(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mezzo.cli.bench.measured", lambda *_: pytest.fail("work was done"))
+    with pytest.raises(SystemExit):
+        main(["bench", "all", "--no-check", "--device", "cpu", "--in-size", "16"])
+    assert "--in-size" in capsys.readouterr().err
+
+
+def test_an_option_without_its_value_is_the_commands_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", "recipe", "--device"])
+    said = capsys.readouterr().err
+    assert caught.value.code == 2 and "--device" in said and "mezzo bench recipe --help" in said
 
 
 def test_an_unknown_option_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:

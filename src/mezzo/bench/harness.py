@@ -134,13 +134,19 @@ def name_of(workload: Workload) -> str:
     return next(name for name, (kind, _) in WORKLOADS.items() if kind.rpartition(".")[2] == type(workload).__name__)
 
 
-def check_variants(points: Sequence[Point], plan: Plan) -> None:
-    """Refuse with a BenchError, before any process is started, a variant that cannot do what is timed at one of the points."""
+def points_of(workload: Workload, plan: Plan) -> tuple[Point, ...]:
+    """Return the points at which a plan measures a workload.
+
+    Raises: BenchError: numbers that leave nothing to measure, or a variant that cannot do what is timed at one of the points.
+    """
+    workload.check()
+    points = workload.points()
     for point in points:
         for name in plan.variants:
             why_not = point.workload.why_not(find_variant(name, plan.setting.device))
             if why_not:
                 raise BenchError(f"variant {name} does not run in {name_of(point.workload)}, {point.label}: {why_not}.")
+    return points
 
 
 def check_memory(variant: str, peaks: Sequence[int], free: int | None) -> None:
@@ -164,9 +170,7 @@ def measure(workload: Workload, plan: Plan, *, tests: str = "not run", progress:
 
     Syncs: yes.
     """
-    workload.check()
-    points = workload.points()
-    check_variants(points, plan)
+    points = points_of(workload, plan)
     order = list(schedule([point.label for point in points], (*plan.variants, PEAK_RATES), plan.rounds))
     device = plan.setting.device
     crowded = {point.label for point in points if device.type == "cpu" and point.workload.is_resident(device)}

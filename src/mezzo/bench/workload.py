@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import MappingProxyType
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..errors import BenchError, did_you_mean
+from ..errors import BenchError, FormatError, did_you_mean
 from ..formats import LOW_DTYPES, is_count, is_number, parse_dtype, why_not_here
 from .roofline import Phase
 from .variant import Variant, find_variant, those_that_run
@@ -153,13 +153,14 @@ class Workload(abc.ABC):
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
 
     def check(self) -> None:
-        """Refuse, by a BenchError, numbers that leave nothing to measure: a count or size below 1, an empty list of them, a rate that is none, or a width that heads do not divide."""
+        """Refuse, by a BenchError, numbers that leave nothing to measure: a count or size below 1, a list of them that is empty or names one twice, a rate that is none, or a width that heads do not divide."""
         for spec in dataclasses.fields(self):
             value = getattr(self, spec.name)
             numbers = value if isinstance(value, tuple) else (value,)
             option = f"--{spec.name.replace('_', '-')}"
             if not numbers:
                 raise BenchError(f"{option} was given without a value: write at least one, or leave it out.")
+            check_once(option, numbers)
             if any(isinstance(n, int) and n < 1 for n in numbers):
                 raise BenchError(f"{option} {' '.join(map(str, numbers))}: sizes and counts start at 1.")
             if isinstance(value, float) and not is_number(value, 0):
@@ -206,6 +207,12 @@ def check_multiple(option: str, number: int, divisor: int, said: str = "") -> No
         raise BenchError(f"{option} {number} is not a multiple of {said or f'{divisor}, the width of a head'}.")
 
 
+def check_once(option: str, names: Sequence[object]) -> None:
+    """Refuse with a `BenchError` a list that names something twice, which would be measured twice."""
+    if twice := [name for name in names if list(names).count(name) > 1]:
+        raise BenchError(f"{option} names {twice[0]} twice; write it once.")
+
+
 def check_known(option: str, names: tuple[str, ...], known: tuple[str, ...]) -> None:
     """Refuse with a `BenchError` the first name that is not a known one; the nearest is named."""
     for name in names:
@@ -236,8 +243,7 @@ class Plan:
         peak_rates_s: seconds a round spends on measuring the machine's limits.
 
     Raises:
-        BenchError: nothing to measure, an unknown variant, or one that cannot run on the device.
-        FormatError: unknown dtype.
+        BenchError: nothing to measure, no 16-bit dtype, an unknown variant, one named twice, or one that cannot run on the device.
     """
 
     variants: tuple[str, ...]
@@ -260,9 +266,14 @@ class Plan:
             raise BenchError(f"--peak-rates-s {self.peak_rates_s} measures nothing; write a number of seconds above 0.")
         if not self.variants:
             raise BenchError("no variant was named; write --variants fp32 torch-amp, or leave the option out.")
-        if parse_dtype(self.dtype) not in LOW_DTYPES:
+        try:
+            is_low = parse_dtype(self.dtype) in LOW_DTYPES
+        except FormatError:
+            is_low = False
+        if not is_low:
             raise BenchError(f"--dtype {self.dtype} is not a 16-bit dtype; write bf16 or fp16.")
         device = parse_device(self.device)
+        check_once("--variants", self.variants)
         for name in self.variants:
             find_variant(name, device)
 

@@ -26,6 +26,7 @@ from ..bench import (
     load,
     measure,
     parse_device,
+    points_of,
     print_result,
     run_tests,
     save_chart,
@@ -48,7 +49,7 @@ class BenchOptions:
 
     Attributes:
         check: run the tests of the timed code first, and refuse to time it if they fail.
-        quick: take a size that only shows that everything runs; the figures mean nothing.
+        quick: take, where no other is written, a size that only shows that everything runs; the figures mean nothing.
         out: folder for the JSON and the picture.
         json: print the JSON instead of the table.
     """
@@ -68,33 +69,37 @@ def _usage() -> str:
     return USAGE.format(rows="\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items()))
 
 
-def _device_asked(argv: Sequence[str]) -> torch.device:
-    """Read --device ahead of the rest: the other defaults depend on it."""
+def _read_ahead(argv: Sequence[str]) -> tuple[torch.device, bool]:
+    """Read --device and --quick ahead of the rest, whose defaults depend on them."""
     ahead = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    ahead.add_argument("--device", default=default_device())
-    return parse_device(ahead.parse_known_args(argv)[0].device)
+    ahead.add_argument("--device", nargs="?", default=default_device(), const=default_device())
+    ahead.add_argument("--quick", action=argparse.BooleanOptionalAction)
+    known, _ = ahead.parse_known_args(argv)
+    return parse_device(known.device), bool(known.quick)
 
 
 def parse(name: str, argv: Sequence[str]) -> tuple[BenchOptions, Plan, Workload]:
     """Return the options, the plan and the workload that a command line asks for.
 
     Raises:
-        BenchError: unknown workload, variant or device, or nothing to measure.
+        BenchError: unknown workload, variant or device, nothing to measure, or a variant that cannot do it.
         SystemExit: an option that does not exist, or --help.
     """
     import tyro
 
-    kind, device = find_workload(name, _OTHERS), _device_asked(argv)
+    kind, (device, is_quick) = find_workload(name, _OTHERS), _read_ahead(argv)
+    usual = kind.for_device(device)
     plan = Plan(variants=kind.default_variants(device), device=str(device))
     fields: list[tuple[str, Any, Any]] = [
         ("plan", tyro.conf.OmitArgPrefixes[Plan], dataclasses.field(default=plan)),
         ("bench", tyro.conf.OmitArgPrefixes[BenchOptions], dataclasses.field(default=BenchOptions())),
-        (name, tyro.conf.OmitArgPrefixes[kind], dataclasses.field(default=kind.for_device(device))),  # type: ignore[misc,valid-type]  # a class found by name
+        (name, tyro.conf.OmitArgPrefixes[kind], dataclasses.field(default=usual.quick() if is_quick else usual)),  # type: ignore[misc,valid-type]  # a class found by name
     ]
     asked: Any = tyro.cli(
         dataclasses.make_dataclass("Bench", fields, frozen=True),
         prog=f"mezzo bench {name}", description=WORKLOADS[name][1], args=list(argv),
     )  # fmt: skip
+    points_of(getattr(asked, name), asked.plan)
     return asked.bench, asked.plan, getattr(asked, name)
 
 
@@ -167,10 +172,8 @@ def tests_of(workload: Workload) -> str:
     return "; ".join(_tested(path) for path in workload.tests)
 
 
-def run_one(name: str, argv: Sequence[str]) -> Result:
-    """Measure one workload as its command line says, print it and save it. Writes: files, standard output."""
-    options, plan, workload = parse(name, argv)
-    workload = workload.quick() if options.quick else workload
+def run_one(options: BenchOptions, plan: Plan, workload: Workload) -> Result:
+    """Measure one workload, print it and save it. Writes: files, standard output."""
     open_folder(options.out)
     tests = tests_of(workload) if options.check else "not run: --no-check"
     result = measured(workload, plan, tests)
@@ -192,6 +195,6 @@ def run(argv: Sequence[str]) -> int:
         print(_usage())
         return 0
     name, rest = argv[0], argv[1:]
-    for one in WORKLOADS if name == "all" else (name,):
-        run_one(one, rest)
+    for asked in [parse(one, rest) for one in (WORKLOADS if name == "all" else (name,))]:
+        run_one(*asked)
     return 0
