@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mezzo.errors import ConfigError, DataError
-from mezzo.files import as_path, replacing, write_atomically, write_text
+from mezzo.files import as_path, check_writable, replacing, write_atomically, write_text
 
 
 @pytest.mark.parametrize(
@@ -65,6 +65,24 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, failure: BaseE
         write_atomically(path, write)
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["state"]
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("name", ["a" * 255, "漢" * 85])
+def test_the_longest_name_is_written_too(name: str, several: bool, tmp_path: Path) -> None:
+    write_text(tmp_path / name, "whole", several=several)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["whole"] and (tmp_path / name).exists()
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs a folder that is shut to everybody")
+def test_a_folder_that_takes_no_file_is_seen_by_making_one(tmp_path: Path) -> None:
+    (tmp_path / "page").symlink_to("/proc/page")
+    for path, shut in ((Path("/proc/page"), "/proc"), (tmp_path / "page", "/proc"), (Path("/proc"), "/proc")):
+        with pytest.raises(ConfigError, match=f"^--out {path}: {shut} cannot be written. Name a f"):
+            check_writable("--out", path)
+    for path in (tmp_path, tmp_path / "new", Path(os.devnull)):
+        check_writable("--out", path)
+    assert [path.name for path in tmp_path.iterdir()] == ["page"]
 
 
 def test_a_write_without_a_folder_names_the_path_that_was_given(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, BinaryIO, TextIO
 
 from .errors import ConfigError, MezzoError, kind_of, shown
@@ -47,8 +48,16 @@ def _why_no_name(path: Path) -> str:
 
 def check_writable(option: str, path: Path) -> None:
     """Refuse with a `ConfigError` a file, or a folder for files, that cannot be written, before what takes long begins. Host only."""
-    shut = path if path.exists() else path.parent
-    if not os.access(shut, os.W_OK | (os.X_OK if shut.is_dir() else 0)):
+    real = Path(os.path.realpath(path))
+    shut = real if real.exists() else real.parent
+    is_open = os.access(shut, os.W_OK)
+    if is_open and (shut.is_dir() or shut.is_file()):  # who may write is not told where nobody can
+        try:
+            with TemporaryFile(dir=shut if shut.is_dir() else shut.parent):
+                pass
+        except OSError:
+            is_open = False
+    if not is_open:
         raise ConfigError(
             f"{option} {path}: {shut} cannot be written. Name a {'folder' if path.is_dir() else 'file'} that can be."
         )
@@ -84,7 +93,8 @@ def replacing(path: Path, *, several: bool = False) -> Iterator[Path]:
 
     Writes: the file; meanwhile one beside it that ends in ".partial".
     """
-    partial = path.with_name(f"{path.name}{f'.{secrets.token_hex(8)}' if several else ''}.partial")
+    end = f"{f'.{secrets.token_hex(8)}' if several else ''}.partial"
+    partial = path.with_name(os.fsdecode(os.fsencode(path.name)[: LONGEST_NAME - len(end)]) + end)
     try:
         yield partial
         move_into_place(partial, path)

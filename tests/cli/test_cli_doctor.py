@@ -234,6 +234,40 @@ def test_a_page_that_cannot_be_written_is_told_before_the_script_runs(
     )
 
 
+@pytest.mark.parametrize("name", ["train.py", "/proc/page.html"])
+def test_a_page_in_place_of_a_program_or_nowhere_is_told_before_the_script_runs(
+    name: str, path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--html", str(Path(path).parent / name), path]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.startswith("mezzo doctor: --html ") and told.err.count("\n") == 1
+    assert Path(path).read_text(encoding="utf-8") == SCRIPT
+
+
+@pytest.mark.parametrize("content", [b"\x7fELF\0\0", b"\xb0\xff", b"# coding: nothing\n", None])
+@pytest.mark.parametrize("words", [["{}"], ["--model", "{}:make"]])
+def test_a_file_that_is_no_text_is_no_script(
+    content: bytes | None, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file.py"
+    file.write_bytes(content) if content else file.symlink_to("/proc/self/mem")  # which nobody can read as a file
+    assert main(["doctor", *(word.format(file) for word in words)]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.startswith(f"mezzo doctor: the file {str(file)!r} cannot be read: ")
+    assert told.err.count("\n") == 1 and "Give the path of a Python file." in told.err
+
+
+def test_no_room_for_what_follows_processes_is_no_fault_of_the_script(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+    assert main(["doctor", path]) == 2
+    told = capsys.readouterr()
+    assert (
+        told.out == "" and told.err.startswith(f"mezzo doctor: {tmp_path / 'nowhere'}/") and told.err.count("\n") == 1
+    )
+
+
 def test_a_function_of_model_that_ends_the_program_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "ends.py").write_text("def build():\n    raise SystemExit(5)\n")
     assert main(["doctor", "--model", f"{tmp_path / 'ends.py'}:build"]) == 3

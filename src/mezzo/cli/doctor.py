@@ -62,6 +62,10 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(f"--steps {options.steps}: give a number of steps of at least 1, or leave it out.")
     if options.html is not None and options.html.is_dir():
         raise ConfigError(f"--html {options.html}: a folder; give the path of a file.")
+    if options.html is not None and options.html.suffix == ".py":
+        raise ConfigError(
+            f"--html {options.html}: a program, which the page would take the place of; give the path of a page."
+        )
     if options.html is not None and not options.html.parent.is_dir():
         raise ConfigError(f"--html {options.html}: its folder does not exist; create it first.")
     if options.html is not None:

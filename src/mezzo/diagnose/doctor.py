@@ -11,6 +11,7 @@ import pickle
 import runpy
 import sys
 import tempfile
+import tokenize
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -113,15 +114,19 @@ def trace_script(
     children: list[TraceReport] = []
 
     def traced() -> None:
-        with followed_children(children, stop_at_fault=stop_at_fault), trace:
+        with trace:
             _run_as_main(name, arguments, is_module=is_module)
 
-    error, stopped = _end_of(traced)
-    if isinstance(error, ImportError) and _raised_in(error) == "runpy":
+    with followed_children(children, stop_at_fault=stop_at_fault):
+        error, stopped = _end_of(traced)
+    raised_in = _raised_in(error) if error else ""
+    if isinstance(error, ImportError) and raised_in == "runpy":
         raise DataError(
             f"the {'module' if is_module else 'script'} {name!r} cannot be run: {first_line(error)}. "
             "Give the name of a module, as python -m takes it, or the path of a script without -m."
         )
+    if raised_in in ("runpy", "pkgutil") and not is_module:
+        _check_text(Path(name))
     report = _most_telling(trace.report, children)
     return ScriptRun(report=report, error=error, stopped=stopped, children=tuple(children))
 
@@ -254,6 +259,17 @@ def followed_children(reports: list[TraceReport], *, stop_at_fault: bool) -> Ite
             reports += sorted(found, key=lambda r: r.record.rank)
 
 
+def _check_text(path: Path) -> None:
+    """Refuse with a `DataError` a file that is not the text of a program, however wrong that may be."""
+    try:
+        with tokenize.open(path) as file:
+            why = "it holds NUL characters" if "\0" in file.read() else ""
+    except (OSError, SyntaxError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or first_line(error)
+    if why:
+        raise DataError(f"the file {str(path)!r} cannot be read: {why}. Give the path of a Python file.")
+
+
 _FORM = "package.module:function or file.py:function"
 
 
@@ -296,6 +312,7 @@ def _subject(text: str) -> tuple[nn.Module, Any, LossFn | None]:
 def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise DataError(f"no file at {str(path)!r}; give {_FORM}.")
+    _check_text(path)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
