@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from tests.cli.test_bad_input import refused
 
+from mezzo.cli import main
 from mezzo.errors import ConfigError
 from mezzo.train import TrainConfig
 from mezzo.train.predictor import Predictor
@@ -32,6 +33,60 @@ def test_completion_of_no_shell_is_said_on_standard_error(words: list[str], caps
 
 def test_an_empty_policy_is_no_policy_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     assert "unknown preset ''" in refused(capsys, "policy", "show", "")
+
+
+@pytest.mark.parametrize(
+    "command", ["policy show", "policy diff fp32", "predict --model . --policy", "train --data no.tsv --policy"]
+)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("folder", "is a folder"),
+        ("file", "is a file whose name does not end in .toml"),
+        ("no/where.tml", "is a path where nothing is"),
+    ],
+)
+def test_a_path_is_no_policy_unless_it_is_that_of_a_toml_file(
+    command: str,
+    name: str,
+    kind: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("file").write_bytes(b"\xb0\0")
+    said = refused(capsys, *command.split(), name)
+    assert f"'{name}' {kind}, and a policy is a text such as 'bf16, output=fp32' or the path of a .toml file." in said
+
+
+@pytest.mark.parametrize("content", ["", "# compute = 'bf16'\n"])
+def test_a_policy_file_that_says_nothing_is_no_fp32(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "p.toml").write_text(content)
+    said = refused(capsys, "policy", "show", str(tmp_path / "p.toml"))
+    assert "sets nothing. Write preset = 'fp32' in it if fp32 is meant." in said
+
+
+@pytest.mark.parametrize("policy", ["fp32", "fp32, guard.patience=3", "32-true"])
+def test_amp_asked_for_beside_a_policy_without_it_is_a_contradiction(
+    policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "--data", "no.tsv", "--out", str(tmp_path), "--policy", policy]
+    assert f"--amp and --policy {policy} contradict each other" in refused(capsys, *words, "--amp")
+    for last in ([], ["--no-amp"], ["--amp", "--no-amp"]):
+        assert "no.tsv does not exist" in refused(capsys, *words, *last)
+    for mixed in ("auto", "bf16", "fp32, compute=bf16"):
+        assert "no.tsv does not exist" in refused(capsys, *words, "--amp", "--policy", mixed)
+
+
+def test_an_option_without_its_value_is_said_by_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["train", "--out"])
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and "--out" in said and "mezzo train --help" in said
 
 
 def test_a_record_that_is_a_file_is_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,7 +105,7 @@ check_every = 1000
 @pytest.mark.parametrize(
     ("text", "policy"),
     [
-        ("", Policy()),
+        ("version = 1", Policy()),
         ('compute = "BFloat16"\nmaster = "NONE"', Policy(compute=torch.bfloat16)),
         ('compute = "auto"\noutput = "fp32"', Policy(compute=None, output=torch.float32)),
         ('scaling = "dynamic"', Policy(scaling=ScalingConfig())),

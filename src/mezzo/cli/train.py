@@ -29,7 +29,7 @@ def _resumed_folder(argv: Sequence[str]) -> Path | None:
     """Return the folder of the run that a command line goes on with, None if it starts one."""
     ahead = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     ahead.add_argument("--resume", action="store_true")
-    ahead.add_argument("--out", type=Path, default=TrainConfig().out)
+    ahead.add_argument("--out", type=Path, nargs="?", default=TrainConfig().out, const=TrainConfig().out)
     known, _ = ahead.parse_known_args(argv)
     out: Path = known.out
     return out if known.resume else None
@@ -96,7 +96,12 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, bool]:
         default = TrainConfig.load(RunFolder(path=resumed).config).replace(overwrite=False)
     words = _with_none_as_python(argv)
     options = tyro.cli(_options(default), prog="mezzo train", description=DESCRIPTION, args=words)
-    return TrainConfig(**{f.name: getattr(options, f.name) for f in dataclasses.fields(default)}), options.json
+    config = TrainConfig(**{f.name: getattr(options, f.name) for f in dataclasses.fields(default)})
+    if "--amp" in argv and config.amp and not config.chosen_policy.is_low:
+        raise ConfigError(
+            f"--amp and --policy {config.policy} contradict each other: that policy computes in fp32. Write --no-amp, or --policy bf16."
+        )
+    return config, options.json
 
 
 def _print(result: TrainResult, as_json: bool) -> None:

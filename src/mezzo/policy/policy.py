@@ -198,7 +198,13 @@ def as_policy(value: PolicyLike) -> Policy:
     if isinstance(value, os.PathLike) or (isinstance(value, str) and value.strip().endswith(".toml")):
         return Policy.load(value)
     if isinstance(value, str):
-        return _read(value)
+        try:
+            return _read(value)
+        except PolicyError:
+            if kind := _kind_of_path(value):
+                text = "a policy is a text such as 'bf16, output=fp32' or the path of a .toml file"
+                raise PolicyError(f"{shown(value)} is {kind}, and {text}.") from None
+            raise
     if isinstance(value, Mapping):
         return Policy.from_dict(value)
     got = repr(value) if value is None or isinstance(value, (int, float)) else type(value).__name__  # a batch is long
@@ -206,6 +212,13 @@ def as_policy(value: PolicyLike) -> Policy:
         "a policy is a Policy, a text such as 'bf16, output=fp32', a .toml path, a dict of its fields or a dtype; "
         f"got {got}."
     )
+
+
+def _kind_of_path(text: str) -> str:
+    """Say what a path stands for that is none of a policy; nothing of a text that is no path."""
+    if os.path.exists(text):
+        return "a folder" if os.path.isdir(text) else "a file whose name does not end in .toml"
+    return "a path where nothing is" if os.sep in text and "=" not in text else ""
 
 
 @functools.cache

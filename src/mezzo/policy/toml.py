@@ -140,6 +140,7 @@ def load(path: str | os.PathLike[str]) -> PolicyFields:
             text = file.read(_LONGEST + 1)
         check(len(text) <= _LONGEST, f"the policy file '{path}' has more than {_LONGEST:,} characters, and no policy has so many.")  # fmt: skip
         document = tomllib.loads(text)
+        check(bool(document), f"the policy file '{path}' sets nothing. Write preset = 'fp32' in it if fp32 is meant.")
     except PolicyError:
         raise
     except OSError as error:
