@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.policy.policies import policies
 
+import mezzo
 from mezzo.errors import FormatError, PolicyError
 from mezzo.formats import dtype_name
 from mezzo.policy import PRESETS, ModuleRule, OpRules, Policy, Reason, Rule
@@ -99,6 +100,19 @@ def test_fp32_compute_switches_the_op_rules_off() -> None:
     why = Policy.parse("fp32, op:mm=low").why(None, "mm")
     assert (why.precision, why.winner.text) == ("fp32", "compute=fp32")
     assert why.overrides[0].text == "op:mm=low"
+
+
+@pytest.mark.parametrize("rule", ["Linear=bf16", "Linear=low", "?Linear=fp32_low_out", "Linear=fp32"])
+def test_fp32_compute_switches_the_module_rules_off(rule: str, caplog: pytest.LogCaptureFixture) -> None:
+    policy, model = Policy.parse(f"fp32, {rule}"), torch.nn.Sequential(torch.nn.Linear(2, 2))
+    seen: list[torch.dtype] = []
+    model[0].register_forward_hook(lambda *call: seen.append(call[2].dtype))
+    mezzo.prepare(model, None, policy).model(torch.ones(2, 2))
+    why = policy.why("0", class_name="Linear")
+    assert (why.precision, why.winner.text, why.overrides[0].text) == ("fp32", "compute=fp32", rule)
+    told = f"so {rule} does nothing. Write 'bf16, *=fp32, {rule}' for fp32 in every other module."
+    assert (told in caplog.text) == (rule in ("Linear=bf16", "Linear=low"))
+    assert seen == [torch.float32] and policy.why("0", "mm", class_name="Linear").precision == "fp32"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks about a device that is not there")

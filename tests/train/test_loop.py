@@ -198,7 +198,9 @@ def test_resume_needs_a_checkpoint_and_the_same_labels(short: tuple[TrainConfig,
 
 def test_a_device_that_is_not_here_is_refused() -> None:
     assert choose_device("cpu") == torch.device("cpu")
-    with pytest.raises(ConfigError, match=r"^device='gpu' cannot be used here: torch has no such device. Write cpu or auto.$"):
+    with pytest.raises(
+        ConfigError, match=r"^device='gpu' cannot be used here: torch has no such device. Write cpu or auto.$"
+    ):
         choose_device("gpu")
     missing = "mps" if not torch.backends.mps.is_available() else "cuda"
     with pytest.raises(ConfigError, match=f"device='{missing}' cannot be used here.*Write cpu or auto"):

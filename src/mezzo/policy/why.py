@@ -1,7 +1,8 @@
 """Which rule decides a precision, and which of the two engines carries a policy out on a device.
 
-Precedence, strongest first: a module rule that makes the module fp32 (its region is switched off inside), then the
-op rules (later edits over earlier ones, edits over the table), then the dtype of the module rule, then `compute`.
+Precedence, strongest first: `compute=fp32`, which switches casting off, then a module rule that makes the module fp32
+(its region is switched off inside), then the op rules (later edits over earlier ones, edits over the table), then the
+dtype of the module rule, then `compute`.
 A module without a rule of its own has that of the nearest module around it.
 """
 
@@ -124,23 +125,27 @@ class _Scope:
     rules: list[tuple[int, ModuleRule]]
 
     @property
+    def is_off(self) -> bool:
+        """Whether nothing is cast, whatever a rule says."""
+        return self.compute is torch.float32
+
+    @property
     def dtype(self) -> torch.dtype | None:
         """The dtype that low ops have here; None: the device decides."""
-        rule = self.rules[0][1].precision if self.rules else Rule.LOW
+        rule = self.rules[0][1].precision if self.rules and not self.is_off else Rule.LOW
         if isinstance(rule, torch.dtype):
             return rule
         return torch.float32 if rule in FP32_RULES else self.compute
 
     def precision(self) -> str:
-        low_out = self.rules and self.rules[0][1].precision is Rule.FP32_LOW_OUT
+        low_out = self.rules and not self.is_off and self.rules[0][1].precision is Rule.FP32_LOW_OUT
         return f"fp32, result {_name(self.compute)}" if low_out else _name(self.dtype)
 
     def reasons(self) -> list[Reason]:
+        rules = [Reason(text=write_module_rule(r), written=self.text.where(("module", i))) for i, r in self.rules]
         field = f"compute={spell('compute', self.policy.compute)}"
-        return [
-            *(Reason(text=write_module_rule(rule), written=self.text.where(("module", i))) for i, rule in self.rules),
-            Reason(text=field, written=self.text.where(("compute", 0))),
-        ]
+        compute = Reason(text=field, written=self.text.where(("compute", 0)))
+        return [compute, *rules] if self.is_off else [*rules, compute]
 
 
 def _name(dtype: torch.dtype | None) -> str:

@@ -30,7 +30,7 @@ from ..distributed import disconnect, refuse_flat
 from ..errors import PolicyError, StepError, did_you_mean, kind_of, shown
 from ..formats import LOW_DTYPES, is_one_of
 from ..optim import adopt, local_optimizer, parameters, take_loaded_masters_, wrapped_optimizer
-from ..policy import CacheName, Policy, PolicyLike, as_policy
+from ..policy import FP32_RULES, CacheName, Policy, PolicyLike, as_policy, write_module_rule
 from .engine import Engine
 from .foreign_scaler import warn_of_earlier
 from .foreign_words import ARGUMENTS
@@ -133,7 +133,14 @@ def _checked(model: nn.Module, optimizers: Sequence[Optimizer], policy: PolicyLi
     if optimizers:
         refuse_flat(model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    chosen = with_missing_kernels(as_policy(policy).resolve(device), inner, device.type)
+    asked = as_policy(policy)
+    idle = [write_module_rule(rule) for rule in asked.modules if rule.precision not in FP32_RULES]
+    if idle and asked.compute is torch.float32:
+        _log.warning(
+            "policy '%s': compute=fp32 switches casting off, and so %s does nothing. Write 'bf16, *=fp32, %s' for fp32 in "
+            "every other module.", asked, " and ".join(idle), ", ".join(idle),
+        )  # fmt: skip
+    chosen = with_missing_kernels(asked.resolve(device), inner, device.type)
     check_demotion(chosen, None)
     check_floats(inner, chosen)
     refuse_repeated(model, optimizers)
