@@ -64,6 +64,13 @@ def test_it_trains_and_reports(data: Path, tmp_path: Path, capsys: pytest.Captur
     assert "these options are not the same: epochs=2 (was 1)" in capsys.readouterr().err
 
 
+def test_a_run_that_was_not_evaluated_says_so(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--data", str(data), "--out", str(tmp_path / "out"), *SMALL, "--no-evaluate"]) == 0
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert result["dev_accuracy"] is None
+    assert f"last model      update {result['best_step']}, not evaluated\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [

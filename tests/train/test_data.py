@@ -75,13 +75,34 @@ def test_the_fingerprint_sees_a_changed_label_a_moved_row_and_a_moved_part(tmp_p
         ([("a", "x"), ("b", "x"), ("c", "x"), ("d", "x")] + [(f"t{i}", "x") for i in range(20)], "has the label 'x', and a classifier needs two"),
         ([("a", "x"), ("a", "y")], "no text with one label"),
         ([("", "x"), (" ", "y")], "no text with one label"),
-        ([("a", "x"), ("b", "y")], "too small: no row is left for"),
+        ([("a", "x"), ("b", "y")], "too small: no row is left for dev. Give more rows, or --dev-data."),
     ],
 )  # fmt: skip
 def test_data_that_cannot_teach_is_refused(rows: list[tuple[str, str]], words: str, tmp_path: Path) -> None:
     with pytest.raises(DataError) as refusal:
         load_corpus(tiny(write_tsv(tmp_path / "a.tsv", rows), tmp_path))
     assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"dev_data": "a"}, "every row of --data stands in --dev-data too."),
+        ({"dev_data": "a", "test_data": "b"}, "every row of --data stands in --dev-data or --test-data too."),
+        ({"dev_data": "b", "test_data": "b"}, "every row of --dev-data stands in --test-data too."),
+    ],
+)  # fmt: skip
+def test_a_file_that_another_takes_all_rows_of_is_said(files: dict[str, str], words: str, tmp_path: Path) -> None:
+    rows = emotion_rows(60)
+    paths = {"a": write_tsv(tmp_path / "a.tsv", rows), "b": write_tsv(tmp_path / "b.tsv", rows[:5])}
+    with pytest.raises(DataError) as refusal:
+        load_corpus(tiny(paths["a"], tmp_path, **{part: paths[name] for part, name in files.items()}))
+    assert str(refusal.value) == f"{words} Write files that have no row in common."
+
+
+def test_a_row_that_a_share_takes_leaves_none_to_learn_from(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"is too small: no row is left for train. Give more rows.$"):
+        load_corpus(tiny(write_tsv(tmp_path / "a.tsv", [("a", "x")]), tmp_path, dev_share=0.8))
 
 
 def test_a_label_that_only_the_test_rows_have_is_refused(tmp_path: Path) -> None:

@@ -116,10 +116,12 @@ def _print(result: TrainResult, as_json: bool) -> None:
 def _text(result: TrainResult) -> str:
     folder = result.folder
     shared = f", {result.ranks} ranks" if result.ranks > 1 else ""
+    dev = result.dev_accuracy
+    kind, found = ("last", "not evaluated") if dev is None else ("best", f"dev accuracy {dev:.4f}")
     lines = (
         result.report_text,
         f"test accuracy   {result.accuracy:.4f}",
-        f"best model      update {result.best_step}, dev accuracy {result.dev_accuracy:.4f}",
+        f"{kind} model      update {result.best_step}, {found}",
         f"training        {result.applied_steps} updates, {result.skipped_steps} skipped, {result.seconds:.1f} s",
         f"peak memory     {result.peak_memory_bytes / 2**20:.0f} MiB",
         f"precision       {result.policy} on {result.device}{shared}",

@@ -6,7 +6,7 @@ import hashlib
 import json
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -151,22 +151,28 @@ def _read(name: str, config: TrainConfig, names: LabelMap | None) -> tuple[list[
     return kept if names is None else names.named(kept), dropped
 
 
-def _without(rows: Iterable[Row], *others: Iterable[Row]) -> list[Row]:
-    taken = {row.text for other in others for row in other}
-    return [row for row in rows if row.text not in taken]
+def _without(option: str, rows: Iterable[Row], others: Mapping[str, Sequence[Row]]) -> list[Row]:
+    """Return the rows of an option's file that are in no other's; a DataError if none is left."""
+    taken = {row.text for other in others.values() for row in other}
+    left = [row for row in rows if row.text not in taken]
+    if not left:
+        named = " or ".join(name for name, other in others.items() if other)
+        raise DataError(f"every row of {option} stands in {named} too. Write files that have no row in common.")
+    return left
 
 
 def _check(corpus: Corpus, config: TrainConfig) -> None:
+    for part in ("train", "dev", "test"):
+        if not getattr(corpus, part):
+            instead = "" if part == "train" else f", or --{part}-data"
+            raise DataError(f"{config.data} is too small: no row is left for {part}. Give more rows{instead}.")
     if len(corpus.labels) < 2:
         raise DataError(
             f"every row of {config.data} has the label {corpus.labels[0]!r}, and a classifier needs two. "
             f"Is {config.label_column!r} the right --label-column?"
         )
     for part in ("train", "dev", "test"):
-        rows = getattr(corpus, part)
-        if not rows:
-            raise DataError(f"{config.data} is too small: no row is left for {part}. Give more rows, or --{part}-data.")
-        strange = sorted({row.label for row in rows} - set(corpus.labels))
+        strange = sorted({row.label for row in getattr(corpus, part)} - set(corpus.labels))
         if strange:
             raise DataError(
                 f"the {part} rows have the label {strange[0]!r}, which no training row has."
@@ -184,8 +190,9 @@ def load_corpus(config: TrainConfig) -> Corpus:
     names = None if config.label_map is None else read_label_map(config.label_map)
     rows, dropped = _read(config.data, config, names)
     test = _read(str(config.test_data), config, names)[0] if config.test_data else []
-    dev = _without(_read(str(config.dev_data), config, names)[0], test) if config.dev_data else []
-    rows = _without(rows, dev, test)
+    others = {"--test-data": test}
+    dev = _without("--dev-data", _read(str(config.dev_data), config, names)[0], others) if config.dev_data else []
+    rows = _without("--data", rows, {"--dev-data": dev, **others})
     random.Random(SPLIT_SEED).shuffle(rows)
     rows = rows[: config.rows or None]
     total = len(rows)
