@@ -133,7 +133,7 @@ def test_several_points_have_a_column() -> None:
 
 
 def swept() -> Result:
-    points = {f"{axis} {size}": (axis, size) for axis in ("width", "batch") for size in (64, 128, 256)}
+    points = {f"{axis} {size}": (axis, size) for axis in ("width", "batch") for size in (64, 128, 3_148_800)}
     return dataclasses.replace(
         RESULT,
         rooflines={
@@ -162,7 +162,7 @@ def test_lines_are_the_gain_over_the_fastest_rival_by_size() -> None:
         for m, size in ((m, sizes.rooflines[m.point].value) for m in found if m.variant == "fp32")
     )
     wide, deep = charts(dataclasses.replace(sizes, measurements=(*found, *own)))
-    assert (wide.labels, deep.kind) == (("64", "128", "256"), "lines")
+    assert (wide.labels, deep.kind) == (("64", "128", "3,148,800"), "lines")
     assert [series.name for series in wide.series] == ["prepare"]
     assert wide.series[0].values == pytest.approx((11.0, 11.0, 11.0))
 

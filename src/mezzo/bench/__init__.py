@@ -6,8 +6,8 @@ from .hardware import describe_machine as describe_machine
 from .hardware import measure_device as measure_device
 from .hardware import short_name as short_name
 from .harness import Progress as Progress
+from .harness import checked_points as checked_points
 from .harness import measure as measure
-from .harness import points_of as points_of
 from .harness import run_tests as run_tests
 from .measurement import Measurement as Measurement
 from .measurement import Result as Result

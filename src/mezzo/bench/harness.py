@@ -134,7 +134,7 @@ def name_of(workload: Workload) -> str:
     return next(name for name, (kind, _) in WORKLOADS.items() if kind.rpartition(".")[2] == type(workload).__name__)
 
 
-def points_of(workload: Workload, plan: Plan) -> tuple[Point, ...]:
+def checked_points(workload: Workload, plan: Plan) -> tuple[Point, ...]:
     """Return the points at which a plan measures a workload.
 
     Raises: BenchError: numbers that leave nothing to measure, or a variant that cannot do what is timed at one of the points.
@@ -170,7 +170,7 @@ def measure(workload: Workload, plan: Plan, *, tests: str = "not run", progress:
 
     Syncs: yes.
     """
-    points = points_of(workload, plan)
+    points = checked_points(workload, plan)
     order = list(schedule([point.label for point in points], (*plan.variants, PEAK_RATES), plan.rounds))
     device = plan.setting.device
     crowded = {point.label for point in points if device.type == "cpu" and point.workload.is_resident(device)}

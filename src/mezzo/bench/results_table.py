@@ -183,7 +183,7 @@ def _of_sizes(result: Result, axis: str) -> Chart:
     return Chart(
         title=f"{title(result)}: times as fast as the fastest rival, by {axis or 'point'}",
         kind="lines" if axis else "bars",
-        labels=tuple(f"{result.rooflines[point].value:g}" if axis else point for point in points),
+        labels=tuple(f"{result.rooflines[point].value:,.12g}" if axis else point for point in points),
         series=series,
         unit="x",
     )

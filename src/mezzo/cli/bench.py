@@ -21,12 +21,12 @@ from ..bench import (
     Progress,
     Result,
     Workload,
+    checked_points,
     default_device,
     find_workload,
     load,
     measure,
     parse_device,
-    points_of,
     print_result,
     run_tests,
     save_chart,
@@ -99,7 +99,7 @@ def parse(name: str, argv: Sequence[str]) -> tuple[BenchOptions, Plan, Workload]
         dataclasses.make_dataclass("Bench", fields, frozen=True),
         prog=f"mezzo bench {name}", description=WORKLOADS[name][1], args=list(argv),
     )  # fmt: skip
-    points_of(getattr(asked, name), asked.plan)
+    checked_points(getattr(asked, name), asked.plan)
     return asked.bench, asked.plan, getattr(asked, name)
 
 
