@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from tests.trace.events import event, record, sink, wide
 
+from mezzo.report import Chart
 from mezzo.trace.findings import find
 from mezzo.trace.records import LineRange, Size, TraceRecord
 from mezzo.trace.trace_report import TraceReport
@@ -72,3 +73,16 @@ def test_sizes_and_lines_are_drawn_for_the_step_of_the_fault() -> None:
     assert [series.values for series in chart.series] == [(1.0, 2.0, 3.0), (2.0, 4.0, 6.0)]
     [source] = [block for block in details if type(block).__name__ == "Source"]
     assert source.lines[0][2] == "fwd fp16 2^-3…2^4, most 2^-1…2^2"
+
+
+@pytest.mark.parametrize("kind", ["output", "gradient"])
+def test_a_deep_model_is_drawn_from_its_first_layer_to_its_last(kind: str) -> None:
+    sizes = [
+        Size(kind=kind, root="Net", name=f"layers.{n}", cls="Linear", dtype="fp16", rms=2.0**n, amax=2.0**n,
+             nonfinite=0, step=0, call=0)
+        for n in range(120)
+    ]  # fmt: skip
+    details = report(replace(OVERFLOW, sizes=tuple(sizes))).document().details
+    [chart] = [block for block in details if isinstance(block, Chart)]
+    assert {chart.labels[0], chart.labels[-1]} == {"layers.0", "layers.119"} and len(set(chart.labels)) == 64
+    assert chart.title.endswith(" (64 of 120)")

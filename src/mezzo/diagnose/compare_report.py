@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..report import Block, Cell, Chart, Document, Heading, Note, Pairs, Report, Series, Table
+from ..report import Block, Cell, Chart, Document, Heading, Note, Pairs, Report, Series, Table, thinned
 from ..trace import Frame, Phase, short_line
 
 WORTH_DB = 2.0
@@ -13,7 +13,6 @@ WORTH_DB = 2.0
 GOOD_DB = 20.0
 """Gradients this near to fp32 point the same way to within a tenth of their length."""
 _SHOWN = 12
-_POINTS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -272,10 +271,10 @@ def _charts(modules: tuple[ModuleError, ...]) -> list[Block]:
         ("Results, in the order they were computed", [(m.path, m.forward) for m in modules]),
         ("Gradients of inputs, from the first module to the last", [(m.path, m.backward) for m in modules]),
     ):
-        points = [(path, a) for path, a in found if a is not None][:_POINTS]
+        shown, points = thinned(title, [(path, a) for path, a in found if a is not None])
         if points:
             names = ("local", "inherited", "total")
             series = tuple(Series(name=name, values=tuple(getattr(a, name) for _, a in points)) for name in names)
             labels = tuple(path for path, _ in points)
-            charts.append(Chart(title=title, kind="lines", labels=labels, series=series, unit="dB"))
+            charts.append(Chart(title=shown, kind="lines", labels=labels, series=series, unit="dB"))
     return charts

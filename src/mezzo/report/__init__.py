@@ -1,6 +1,7 @@
 """Reports: one layout, set as text, JSON or one HTML page."""
 
 from .charts import draw as draw
+from .charts import thinned as thinned
 from .document import Band as Band
 from .document import Block as Block
 from .document import Cell as Cell

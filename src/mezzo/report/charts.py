@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from html import escape
+from typing import TypeVar
 
 from .document import Band, Chart, Heat
 
@@ -17,6 +19,21 @@ _LABELS, _LONGEST, _NAMES = 16, 30, 5
 _NEAREST, _LARGEST = 1e-300, sys.float_info.max
 _FAINT = 1e-3
 """Share of a row's largest value below which nothing is drawn."""
+
+
+_MOST = 64
+_T = TypeVar("_T")
+
+
+def thinned(title: str, points: Sequence[_T]) -> tuple[str, list[_T]]:
+    """Return the points of a chart, evenly thinned to 64 with the first and the last, and its title, which says so. Host only.
+
+    >>> thinned("Layers", range(100))[0]
+    'Layers (64 of 100)'
+    """
+    if (count := len(points)) <= _MOST:
+        return title, list(points)
+    return f"{title} ({_MOST} of {count:,})", [points[i * (count - 1) // (_MOST - 1)] for i in range(_MOST)]
 
 
 def _steps(low: float, high: float) -> list[float]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..errors import listed, plural
-from ..report import Block, Chart, Document, Heading, Note, Pairs, Report, Series, Source, Table
+from ..report import Block, Chart, Document, Heading, Note, Pairs, Report, Series, Source, Table, thinned
 from .evidence import is_metric
 from .findings import FAULTY_RULES, Finding
 from .frames import line_pairs, short_line, source_line
@@ -192,11 +192,11 @@ def _charts(sizes: tuple[Size, ...], step: int) -> list[Block]:
         ("Module outputs, in the order they were computed", "output", 1),
         ("Parameter gradients, from the first layer to the last", "gradient", -1),
     ):
-        found = [s for s in sizes if (s.step, s.kind, s.call) == (step, kind, 0)][::order][:_POINTS]
+        shown, found = thinned(title, [s for s in sizes if (s.step, s.kind, s.call) == (step, kind, 0)][::order])
         if any(math.isfinite(_log2(s.amax)) for s in found):
             charts.append(
                 Chart(
-                    title=title,
+                    title=shown,
                     kind="lines",
                     labels=tuple(s.name or s.root for s in found),
                     series=(
