@@ -82,6 +82,25 @@ def test_amp_asked_for_beside_a_policy_without_it_is_a_contradiction(
         assert "no.tsv does not exist" in refused(capsys, *words, "--amp", "--policy", mixed)
 
 
+@pytest.mark.parametrize(
+    ("words", "idle", "given"),
+    [
+        ("--model m --hidden 256", "--hidden", "--model"),
+        ("--dropout=0 --model m", "--dropout", "--model"),
+        ("--model=m --vocab_size 900", "--vocab-size", "--model"),
+        ("--dev-data d.tsv --dev-share 0.2", "--dev-share", "--dev-data"),
+        ("--test-data t.tsv --test-share 0.2", "--test-share", "--test-data"),
+    ],
+)
+def test_an_option_that_another_leaves_without_effect_is_a_contradiction(
+    words: str, idle: str, given: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(capsys, "train", "--data", "no.tsv", "--out", str(tmp_path), *words.split())
+    assert f"{idle} has no effect beside {given}. Leave one of them out." in said
+    for fine in ("--model m --token-dropout 0.1", "--dev-data d.tsv --test-data t.tsv --dev-share 0 --test-share 0"):
+        assert "does not exist" in refused(capsys, "train", "--data", "no.tsv", "--out", str(tmp_path), *fine.split())
+
+
 def test_an_option_without_its_value_is_said_by_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["train", "--out"])

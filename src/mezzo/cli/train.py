@@ -22,6 +22,12 @@ from ..train import FailedOnOtherRank, RunFolder, TrainConfig, TrainResult, laun
 from ..train import run as train
 
 _ENDS = {128 + signal.SIGINT: "the keyboard", 128 + signal.SIGTERM: "SIGTERM"}
+_IDLE = {
+    "model": ("vocab_size", "layers", "hidden", "heads", "intermediate", "dropout"),
+    "dev_data": ("dev_share",),
+    "test_data": ("test_share",),
+}
+"""Options that have no effect beside another."""
 DESCRIPTION = "Train a BERT text classifier, in mixed precision, and test the best model."
 
 
@@ -57,7 +63,7 @@ def _options(default: TrainConfig) -> Any:
 
 def _with_none_as_python(argv: Sequence[str]) -> list[str]:
     """Return the words with `none` of any case written as tyro reads it, after the options that take a number or none."""
-    kinds = {f"--{name.replace('_', '-')}": kind for name, kind in get_type_hints(TrainConfig).items()}
+    kinds = {_option(name): kind for name, kind in get_type_hints(TrainConfig).items()}
     numbers = {option for option, kind in kinds.items() if kind in (float | None, int | None)}
     words = list(argv)
     for i, word in enumerate(words):
@@ -97,11 +103,27 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, bool]:
     words = _with_none_as_python(argv)
     options = tyro.cli(_options(default), prog="mezzo train", description=DESCRIPTION, args=words)
     config = TrainConfig(**{f.name: getattr(options, f.name) for f in dataclasses.fields(default)})
-    if "--amp" in argv and config.amp and not config.chosen_policy.is_low:
+    _refuse_contradictions(config, {word.partition("=")[0].replace("_", "-") for word in argv})
+    return config, options.json
+
+
+def _refuse_contradictions(config: TrainConfig, written: set[str]) -> None:
+    """Refuse with a `ConfigError` options that were written and that others which hold leave without effect."""
+    for given, names in _IDLE.items():
+        if getattr(config, given) is None or config.resume:
+            continue
+        for name in names:
+            is_share_of_none = given != "model" and not getattr(config, name)
+            if (option := _option(name)) in written and not is_share_of_none:
+                raise ConfigError(f"{option} has no effect beside {_option(given)}. Leave one of them out.")
+    if "--amp" in written and config.amp and not config.chosen_policy.is_low:
         raise ConfigError(
             f"--amp and --policy {config.policy} contradict each other: that policy computes in fp32. Write --no-amp, or --policy bf16."
         )
-    return config, options.json
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _print(result: TrainResult, as_json: bool) -> None:
