@@ -60,17 +60,14 @@ def _check(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} is for {_OTHER[options.model is None]}. Leave it out.")
     if options.steps is not None and options.steps < 1:
         raise ConfigError(f"--steps {options.steps}: give a number of steps of at least 1, or leave it out.")
-    if options.html is not None and options.html.is_dir():
-        raise ConfigError(f"--html {options.html}: a folder; give the path of a file.")
-    if options.html is not None and options.html.suffix == ".py":
-        raise ConfigError(
-            f"--html {options.html}: a program, which the page would take the place of; give the path of a page."
-        )
-    if options.html is not None and not options.html.parent.is_dir():
-        raise ConfigError(f"--html {options.html}: its folder does not exist; create it first.")
-    if options.html is not None:
+    if (html := options.html) is not None:
+        if html.is_dir() or html.suffix == ".py":
+            kind = "folder; give the path of a file" if html.is_dir() else "program; give the path of a page"
+            raise ConfigError(f"--html {html}: a {kind}.")
+        if not html.parent.is_dir():
+            raise ConfigError(f"--html {html}: its folder does not exist; create it first.")
         check_installed("--html", ["jinja2"])
-        check_writable("--html", options.html)
+        check_writable("--html", html)
 
 
 def _code(run: ScriptRun) -> int:

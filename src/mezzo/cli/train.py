@@ -22,11 +22,8 @@ from ..train import FailedOnOtherRank, RunFolder, TrainConfig, TrainResult, laun
 from ..train import run as train
 
 _ENDS = {128 + signal.SIGINT: "the keyboard", 128 + signal.SIGTERM: "SIGTERM"}
-_IDLE = {
-    "model": ("vocab_size", "layers", "hidden", "heads", "intermediate", "dropout"),
-    "dev_data": ("dev_share",),
-    "test_data": ("test_share",),
-}
+_OF_NEW_MODELS = ("vocab_size", "layers", "hidden", "heads", "intermediate", "dropout")
+_IDLE = {**dict.fromkeys(_OF_NEW_MODELS, "model"), "dev_share": "dev_data", "test_share": "test_data"}
 """Options that have no effect beside another."""
 DESCRIPTION = "Train a BERT text classifier, in mixed precision, and test the best model."
 
@@ -109,13 +106,10 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, bool]:
 
 def _refuse_contradictions(config: TrainConfig, written: set[str]) -> None:
     """Refuse with a `ConfigError` options that were written and that others which hold leave without effect."""
-    for given, names in _IDLE.items():
-        if getattr(config, given) is None or config.resume:
-            continue
-        for name in names:
-            is_share_of_none = given != "model" and not getattr(config, name)
-            if (option := _option(name)) in written and not is_share_of_none:
-                raise ConfigError(f"{option} has no effect beside {_option(given)}. Leave one of them out.")
+    for name, given in _IDLE.items():
+        is_fine = getattr(config, given) is None or config.resume or (given != "model" and not getattr(config, name))
+        if _option(name) in written and not is_fine:
+            raise ConfigError(f"{_option(name)} has no effect beside {_option(given)}. Leave one of them out.")
     if "--amp" in written and config.amp and not config.chosen_policy.is_low:
         raise ConfigError(
             f"--amp and --policy {config.policy} contradict each other: that policy computes in fp32. Write --no-amp, or --policy bf16."

@@ -21,8 +21,8 @@ _FAINT = 1e-3
 """Share of a row's largest value below which nothing is drawn."""
 
 
-_MOST = 64
 _T = TypeVar("_T")
+_MOST = 64
 
 
 def thinned(title: str, points: Sequence[_T]) -> tuple[str, list[_T]]:
