@@ -9,6 +9,7 @@ recorded steps alone: the processor's time is that of all threads.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import statistics
@@ -190,7 +191,9 @@ def _spread(row: dict[str, float]) -> str:
 
 def main() -> None:
     """Measure, print what was found."""
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 7
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rounds", nargs="?", type=int, default=7)
+    rounds = parser.parse_args().rounds
     torch.manual_seed(0)
     torch.set_num_threads(1)
     mezzo.keep_memory()  # else the C library gives memory back and takes it again in most steps, which is the noise of a tenth

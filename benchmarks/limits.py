@@ -40,11 +40,11 @@ library keeping memory.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import itertools
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -441,8 +441,13 @@ UNITS = {"memory": "MB"}
 
 def main() -> None:
     """Measure what was asked for, print what was found."""
-    asked = [name for name in sys.argv[1:] if name in PARTS] or list(PARTS)
-    rounds = next((int(word) for word in sys.argv[1:] if word.isdigit()), 51)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", metavar="PART|ROUNDS", help=f"{', '.join(PARTS)}, or a number of rounds")
+    words = parser.parse_args().words
+    if unknown := [word for word in words if word not in PARTS and not word.isdigit()]:
+        parser.error(f"there is no part {unknown[0]!r}; write one of {', '.join(PARTS)}, or a number of rounds.")
+    asked = [word for word in words if word in PARTS] or list(PARTS)
+    rounds = next((int(word) for word in words if word.isdigit()), 51)
     threads = torch.get_num_threads()
     found: dict[str, dict[str, float]] = {}
     for name in asked:

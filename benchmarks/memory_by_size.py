@@ -8,7 +8,7 @@ and activations of 2 bytes instead of 4.
 
 from __future__ import annotations
 
-import sys
+import argparse
 from itertools import pairwise
 
 from mezzo.bench import Plan, Recipe, measure
@@ -35,9 +35,12 @@ def line(width: int) -> str:
 
 def main() -> None:
     """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("widths", nargs="*", type=int, default=WIDTHS)
+    widths = parser.parse_args().widths
     print("| width | fp32, MB | torch.autocast | prepare bf16 | prepare bf16-master | tensors alone |")
     print("|---:|---:|---:|---:|---:|---:|")
-    for width in map(int, sys.argv[1:] or WIDTHS):
+    for width in widths:
         print(line(width), flush=True)
 
 

@@ -6,9 +6,9 @@ time of the process are taken, which other programs on the machine disturb littl
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
-import sys
 import time
 from contextlib import nullcontext
 
@@ -65,7 +65,9 @@ def _measure(size: tuple[int, int, int, int], rounds: int) -> dict[str, object]:
 
 def main() -> None:
     """Measure every size, print what was found."""
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 31
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rounds", nargs="?", type=int, default=31)
+    rounds = parser.parse_args().rounds
     found = {name: _measure(size, rounds) for name, size in SIZES.items()}
     for name, row in found.items():
         print(

@@ -33,7 +33,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Run an unmodified PyTorch script op by op and name the first fault of its numbers: which op, "
         "which module, which line, why, and what fixes it. Options of mezzo come before the script. "
         "Or, with --model, look at one step of a model under a policy: its warnings, its casts, its gain.",
-        epilog="Exit code: 0 healthy, 1 faulty, 2 bad command line, 3 not enough seen to say either (nothing went backward, the "
+        epilog="Exit code: 0 healthy, 1 faulty, 2 bad command line or script, 3 not enough seen to say either (nothing went backward, the "
         "script ended by itself, every step was left out), 4 nothing was traced.",
     )
     parser.add_argument("--steps", type=int, metavar="N", help="end the script after N optimizer steps")
