@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import UserDict
+from collections.abc import Callable
 from types import SimpleNamespace
 from unittest import mock
 
@@ -132,6 +133,48 @@ def test_a_namespace_comes_out_as_output_says() -> None:
     found = model(torch.ones(3, 4))
     assert (found.logits.dtype, found.name) == (torch.float32, "row")
     assert model.made.logits.dtype is torch.bfloat16, "the model's own stays as it made it"
+
+
+D = torch.distributions
+
+
+class Policy(nn.Linear):
+    """Returns a distribution, as networks of agents do."""
+
+    def __init__(self, make: Callable[[Tensor], D.Distribution]) -> None:
+        super().__init__(8, 4)
+        self.make = make
+
+    def forward(self, x: Tensor) -> D.Distribution:
+        return self.make(super().forward(x))
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16-master", "fp16", "fp16-master"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda z: D.Categorical(logits=z),
+        lambda z: D.Bernoulli(logits=z),
+        lambda z: D.Independent(D.Normal(z, z.exp()), 1),
+        lambda z: D.MixtureSameFamily(D.Categorical(logits=z), D.Normal(z, z.exp())),
+        lambda z: D.TransformedDistribution(D.Normal(z, z.exp()), [D.ExpTransform(cache_size=1)]),
+    ],
+)
+def test_the_loss_of_a_distribution_is_fp32(make: Callable[[Tensor], D.Distribution], policy: str) -> None:
+    torch.manual_seed(0)
+    model, x = Policy(make), torch.randn(16, 8)
+    wanted = model(x)
+    value = wanted.sample()
+    loss = -wanted.log_prob(value).mean()
+    amp = mezzo.prepare(model, torch.optim.AdamW(model.parameters()), policy)
+    for _ in range(2):
+        amp.zero_grad()
+        made = model(x)
+        found = -made.log_prob(value).mean()
+        amp.backward(-made.log_prob(made.sample()).mean())
+        amp.step()
+    assert type(made) is type(wanted)
+    torch.testing.assert_close(found, loss, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("kind", [dict, UserDict, Encoding])

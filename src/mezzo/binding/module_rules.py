@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.distributions import Distribution
 
 from .._torch import (
     TREE_NODES,
@@ -81,7 +82,7 @@ def cast_nest(value: Any, dtype: torch.dtype, what: str, module: nn.Module) -> A
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """Return a value with its fp32, fp16 and bf16 tensors cast; differentiable; fp64 and other types are left alone. Syncs: no.
 
-    They may lie in lists, tuples, dicts, `UserDict`s, `SimpleNamespace`s, dataclasses and classes registered with torch's pytree.
+    They may lie in lists, tuples, dicts, `UserDict`s, `SimpleNamespace`s, distributions, dataclasses and classes registered with torch's pytree.
     """
     if isinstance(value, Tensor):
         castable = value.dtype is torch.float32 or value.dtype in LOW_DTYPES
@@ -99,8 +100,8 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _cast_unregistered(value: Any, dtype: torch.dtype) -> Any:
-    """Cast the tensors in a dataclass, a `SimpleNamespace`, a `UserDict`, or a subclass of tuple, list or dict, that torch's pytree does not know."""
-    is_namespace = isinstance(value, SimpleNamespace)
+    """Cast the tensors in a dataclass, namespace, distribution, `UserDict`, or subclass of tuple, list or dict, that torch's pytree does not know."""
+    is_namespace = isinstance(value, (SimpleNamespace, Distribution))
     if is_namespace or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
         names = [*vars(value)] if is_namespace else [f.name for f in dataclasses.fields(value)]
         fields = {name: getattr(value, name) for name in names if hasattr(value, name)}
