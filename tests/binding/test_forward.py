@@ -162,7 +162,7 @@ def test_a_cast_that_is_left_out_where_autocast_is_off_says_what_fits_and_the_ru
 ) -> None:
     model = nn.Sequential(nn.Linear(4, 4), PlainRouter())
     amp = mezzo.prepare(model, torch.optim.AdamW(model.parameters()), "bf16-master")
-    with pytest.raises(mezzo.errors.CastError, match=r"(?s)in module 1\.classifier .* module:NAME=fp32"):
+    with pytest.raises(mezzo.errors.CastError, match=r"(?s)in module 1\.classifier .* module:1\.classifier=fp32"):
         model(torch.randn(8, 4))
     (said,) = [record.message for record in caplog.records if "1.classifier=fp32" in record.message]
     assert "autocast is off here, where only inputs of that dtype fit them" in said and "as the policy says" not in said

@@ -59,6 +59,7 @@ _ADVICE = (
 )
 """What to write instead, whatever op it was."""
 _OF_A_CUSTOM_OP = "GeneratedBackwardFor_"  # torch.library.register_autograd names it so
+_ROOT = "the root"
 _IN_FP32 = (
     "In 16 bit the sum of probabilities is not 1 within the 1e-6 that it asks for: hand it logits=x.float(), inside of "
     "`with torch.autocast(x.device.type, enabled=False):`."
@@ -126,7 +127,7 @@ def module_path(frames: Sequence[FrameType]) -> str | None:
         return None
     inner = running[-1]
     name = next((name for root in running for name, module in root.named_modules() if module is inner), "")
-    return f"{name or 'the root'} ({type(inner).__name__})"
+    return f"{name or _ROOT} ({type(inner).__name__})"
 
 
 def _frames_of(traceback: TracebackType) -> list[tuple[FrameType, int, int]]:
@@ -211,7 +212,9 @@ def traceback_message(error: BaseException, traceback: TracebackType | None, *, 
         calling = _calling(frames)
         ops = [_op_at(frame, instruction) for frame, _, instruction in frames[len(calling) - 1 :]]
         op = next((op for op in ops[::-1] if op in known_ops()), ops[0])
-        return _sentence(error, calling, where, _fix(error, op, calling[-1][0].f_locals.values(), casts=casts))
+        fix = _fix(error, op, calling[-1][0].f_locals.values(), casts=casts)
+        name = "NAME" if path is None or path.startswith(_ROOT) else path.partition(" ")[0]
+        return _sentence(error, calling, where, fix.replace("module:NAME", f"module:{name}"))
     inside = next((i for i, (f, _, _) in enumerate(frames) if _DISTRIBUTIONS in f.f_code.co_filename), None)
     return _sentence(error, _calling(frames[:inside]), where, fix)
 
