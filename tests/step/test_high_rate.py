@@ -90,10 +90,12 @@ def test_a_large_gradient_at_a_small_rate_blames_no_rate() -> None:
         amp.step()
 
 
-@pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.Adamax, torch.optim.NAdam])
-def test_the_rate_is_named_of_optimizers_that_divide_by_a_running_norm(kind: type[torch.optim.Optimizer]) -> None:
+@pytest.mark.parametrize("policy", ["bf16", "bf16-master"])
+@pytest.mark.parametrize("kind", "RMSprop Adamax NAdam RAdam Adagrad ASGD".split())
+def test_the_rate_is_named_of_other_optimizers_too(kind: str, policy: str) -> None:
     model = deep()
-    amp = mezzo.prepare(model, kind(model.parameters(), lr=1000.0), "bf16, guard.check_every=0, guard.patience=2")  # type: ignore[call-arg]
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=1000.0)
+    amp = mezzo.prepare(model, optimizer, f"{policy}, guard.check_every=0, guard.patience=2")
     with pytest.raises((NonFiniteStep, InvariantError), match=r"at lr=1000 was .*the learning rate is too high"):
         train(amp, 60, factor=1e3)
 

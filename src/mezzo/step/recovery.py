@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Adagrad, Optimizer, RAdam
 
 from ..binding import AfterForward, Binding
 from ..binding.bind import bind
@@ -235,11 +235,24 @@ def _move_by_rate(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor,
     if isinstance(optimizer, _ADAM) and step:
         below, above = (1 - float(beta) ** step for beta in group["betas"])
         mean, square = (local(entry[name]).float() for name in ("exp_avg", "exp_avg_sq"))
-        return _norm(torch.where(square.isinf(), 1, mean / below / ((square / above).sqrt() + group["eps"])))
+        share = _rectification(float(group["betas"][1]), step) if isinstance(optimizer, RAdam) else 1.0
+        if share is None:
+            return _norm(mean / below)
+        return share * _norm(torch.where(square.isinf(), 1, mean / below / ((square / above).sqrt() + group["eps"])))
     if isinstance(optimizer, _NORMED) and step:
-        return math.sqrt(local(param).numel() / (1 - float(group.get("alpha", 0)) ** step))
+        below = step if isinstance(optimizer, Adagrad) else 1 - float(group.get("alpha", 0)) ** step
+        return math.sqrt(local(param).numel() / below)
     total = entry.get("momentum_buffer") if isinstance(optimizer, _SGD) else None
     return 0.0 if total is None else _norm(total)
+
+
+def _rectification(beta: float, step: float) -> float | None:
+    """Return what RAdam multiplies the update of Adam by; None for its first steps, which are not divided. Source: Liu et al. 2020, algorithm 2."""
+    longest = 2 / (1 - beta) - 1
+    length = longest - 2 * step * beta**step / (1 - beta**step)
+    if length <= 5:
+        return None
+    return math.sqrt((length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length))
 
 
 def _finite_norm(tensor: Tensor) -> float:
@@ -251,8 +264,8 @@ def _norm(tensor: Tensor) -> float:
     return float(local(tensor.detach()).float().norm())
 
 
-_ADAM, _SGD = (torch.optim.Adam, AdamW), (torch.optim.SGD, SGD)
-_NORMED = (torch.optim.NAdam, torch.optim.Adamax, torch.optim.RMSprop)
+_ADAM, _SGD = (torch.optim.Adam, AdamW, RAdam), (torch.optim.SGD, SGD, torch.optim.ASGD)
+_NORMED = (torch.optim.NAdam, torch.optim.Adamax, torch.optim.RMSprop, Adagrad)
 _REPLACED, _LEAST_UPDATE = 0.5, 0.1
 """Share of the weights, and root mean square, of an update that no healthy run makes: weights that begin at 0 are made by their first update, of a small one."""
 
