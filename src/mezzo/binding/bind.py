@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import isgeneratorfunction
 from typing import Any
 from weakref import WeakSet
 
@@ -101,7 +102,7 @@ def _spell(precisions: tuple[Precision, Precision]) -> str:
     return "the compute dtype" if precision is None else str(precision).removeprefix("torch.")
 
 
-def _refuse_unbindable(module: nn.Module, is_ruled: bool, is_low: bool) -> None:
+def _refuse_unbindable(module: nn.Module, is_ruled: bool, is_root: bool, is_low: bool) -> None:
     """Refuse, by a PolicyError, a module whose forward no policy can reach, `is_ruled` if it is the root or has a rule of its own."""
     if is_ruled and isinstance(module, torch.jit.ScriptModule):
         raise PolicyError(
@@ -114,7 +115,8 @@ def _refuse_unbindable(module: nn.Module, is_ruled: bool, is_low: bool) -> None:
             "a graph that was captured without it. Prepare the model as it was, and write step = amp.capture(function), which "
             "captures whole steps."
         )
-    if is_ruled and is_low and runs_later(class_of(module).forward):
+    forward = class_of(module).forward
+    if is_ruled and is_low and runs_later(forward) and not (is_root and isgeneratorfunction(forward)):
         raise PolicyError(
             f"a policy cannot be bound to the forward of {class_names(module)[0]}, a generator or coroutine, whose body runs when "
             "forward has returned. Give it another name, and write a forward that returns the list of what it yields."
@@ -122,7 +124,7 @@ def _refuse_unbindable(module: nn.Module, is_ruled: bool, is_low: bool) -> None:
 
 
 def _bind_one(module: nn.Module, binding: Binding, own: Precision, around: Precision, *, is_root: bool) -> None:
-    _refuse_unbindable(module, own is not None or is_root, binding.policy.is_low)
+    _refuse_unbindable(module, own is not None or is_root, is_root, binding.policy.is_low)
     if isinstance(module, torch.jit.ScriptModule):
         return
     cls, before = type(module), record(module)

@@ -6,7 +6,7 @@ import copyreg
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -40,7 +40,7 @@ from ..casting import (
 )
 from ..kernels import is_emulated
 from ..policy import FP32_RULES, CacheName, Policy
-from .module_rules import Precision, cast_nest, has_module_rules, run_ruled, when_traced, without_module_rules
+from .module_rules import Precision, cast_nest, has_module_rules, in_steps, run_ruled, when_traced, without_module_rules
 from .module_weights import ParameterEntry, WideTensors, first_entry, largest_matrix
 from .refusals import REFUSALS, keeps_gradients, leaves_dtypes, refuse_symbolic_trace
 
@@ -255,7 +255,9 @@ def _is_inside(binding: Binding, traced: bool) -> bool:
 def _run(bound: Bound, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: Any) -> Any:
     traced = _is_traced()
     run = _run_inside if _is_inside(bound.binding, traced) else _enter
-    return run(bound, module, forward, args, kwargs, traced)
+    out = run(bound, module, forward, args, kwargs, traced)
+    is_late = not is_compiling() and isinstance(out, Generator)
+    return in_steps(lambda step: _run(bound, module, step, args, kwargs), out) if is_late else out
 
 
 @dynamo_pass_through
@@ -390,11 +392,9 @@ def _convert(
 
 
 def _new_bound(original: type[nn.Module], traced_key: str = "", rule: Precision = None) -> nn.Module:
-    subclass = bound_class(original, traced_key, rule)  # type: ignore[arg-type]  # a class has the hash of all classes
-    return subclass.__new__(subclass)
+    return (made := bound_class(original, traced_key, rule)).__new__(made)  # type: ignore[arg-type]  # its hash is that of all classes
 
 
 def record(module: nn.Module) -> Bound | None:
     """Return what a module knows of its policy; None if it is not bound."""
-    found: Bound | None = module.__dict__.get(RECORD)
-    return found
+    return module.__dict__.get(RECORD)

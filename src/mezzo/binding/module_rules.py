@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import logging
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from types import SimpleNamespace
@@ -125,6 +125,23 @@ def _cast_unregistered(value: Any, dtype: torch.dtype) -> Any:
             nest[key] = cast_floating(item, dtype)
         return nest
     return value
+
+
+def in_steps(run: Callable[[Callable[..., Any]], Any], generator: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    """Yield what a generator does, each step of which `run` calls as a forward. What is sent, thrown and returned goes through."""
+    resume, given = generator.send, None
+    while True:
+        try:
+            out = run(lambda *_, call=resume, given=given, **__: call(given))
+        except StopIteration as end:
+            return end.value
+        try:
+            resume, given = generator.send, (yield out)
+        except GeneratorExit:
+            generator.close()
+            raise
+        except BaseException as error:
+            resume, given = generator.throw, error
 
 
 class ModesAside:
