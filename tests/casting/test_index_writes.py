@@ -242,6 +242,7 @@ PROMOTED: dict[str, Op] = {
     "tensordot": lambda _, x: torch.tensordot(x, FULL, dims=([1], [1])),
     "mv": lambda _, x: torch.mv(x, FULL[0]),
     "addmv": lambda _, x: torch.addmv(x[:, 0], FULL, x[0], beta=0.5),
+    "addr": lambda _, x: torch.addr(FULL, x[:, 0], x[0], beta=0.5),
     "bilinear": lambda _, x: F.bilinear(x, FULL, FULL.reshape(1, 2, 4).expand(2, 2, 4).reshape(1, 4, 4)),
     "cross": lambda _, x: torch.cross(x[:, :3], FULL[:, :3], dim=1),
     "linalg.cross": lambda _, x: torch.linalg.cross(FULL[:, :3], x[:, :3]),
