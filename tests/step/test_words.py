@@ -191,6 +191,7 @@ def test_a_call_that_fits_no_argument_is_answered(
         (lambda amp: amp.backward(torch.ones(()), retain_grad=True), r"'retain_grad'\. Did you mean 'retain_graph'\?"),
         (lambda amp: amp.backward(torch.ones(()), gradient=1), r"'gradient': write amp\.backward\(\(outputs \* gradient\)\.sum\(\)\)"),
         (lambda amp: amp.backward(), r"amp\.backward\(\) takes loss, retain_graph=\.\.\., create_graph"),
+        (lambda amp: amp.backward(torch.ones(2), torch.ones(2)), r"For loss\.backward\(gradient\) write amp\.backward\(\(loss \* gradient\)\.sum\(\)\)\."),
         (lambda amp: amp.load_state_dict({}, strict=False), r"'strict': .*amp\.model\.load_state_dict\(weights, strict=False\)"),
         (lambda amp: amp.zero_grad(True, True), r"amp\.zero_grad\(\) takes set_to_none\."),
     ],
@@ -270,6 +271,27 @@ def test_a_loss_that_went_backward_by_itself_is_told_where_to_go() -> None:
     mse(model(x), y).backward()
     with pytest.raises(StepError, match=r"write amp\.backward\(loss\) for loss\.backward\(\)"):
         amp.step()
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16-master", "fp16, scaling=16", "fp16-master, scaling=16"])
+def test_one_loss_through_two_prepared_models_is_told_to_prepare_them_as_one(policy: str) -> None:
+    def parts() -> tuple[nn.Module, nn.Module, list[torch.optim.Optimizer]]:
+        encoder, decoder = Net(), nn.Linear(1, 1)
+        return encoder, decoder, [torch.optim.SGD(part.parameters(), lr=0.01) for part in (encoder, decoder)]
+
+    x, y = batch()
+    encoder, decoder, optimizers = parts()
+    amp, other = mezzo.prepare(encoder, optimizers[0], policy), mezzo.prepare(decoder, optimizers[1], policy)
+    amp.backward(mse(decoder(encoder(x)), y))
+    assert amp.step()
+    with pytest.raises(
+        StepError, match=r"models that share a loss .* mezzo\.prepare\(nn\.ModuleList\(\[a, b\]\), \[optimizer_a"
+    ):
+        other.step()
+    encoder, decoder, optimizers = parts()
+    amp = mezzo.prepare(nn.ModuleList([encoder, decoder]), optimizers, policy)
+    amp.backward(mse(decoder(encoder(x)), y))
+    assert amp.step()
 
 
 def soft(target: nn.Module, model: nn.Module) -> None:

@@ -115,8 +115,8 @@ def _refuse_unbindable(module: nn.Module, is_ruled: bool, is_root: bool, is_low:
             "a graph that was captured without it. Prepare the model as it was, and write step = amp.capture(function), which "
             "captures whole steps."
         )
-    forward = class_of(module).forward
-    if is_ruled and is_low and runs_later(forward) and not (is_root and isgeneratorfunction(forward)):
+    late = class_of(module).forward if is_ruled and is_low else None
+    if runs_later(late) and not (is_root and isgeneratorfunction(late)):
         raise PolicyError(
             f"a policy cannot be bound to the forward of {class_names(module)[0]}, a generator or coroutine, whose body runs when "
             "forward has returned. Give it another name, and write a forward that returns the list of what it yields."

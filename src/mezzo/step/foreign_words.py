@@ -20,6 +20,7 @@ ARGUMENTS = {
     "strict": "a checkpoint is taken whole. Write amp.model.load_state_dict(weights, strict=False) for a part; masters follow",
 }
 """What to write for arguments that other libraries have."""
+OF_BACKWARD = ARGUMENTS | {"": " For loss.backward(gradient) write amp.backward((loss * gradient).sum())."}
 _CLIP = "amp.step() divides gradients by the loss scale. Clip with amp.step(max_norm=...) or amp.step(clip_value=...), and edit gradients inside `with amp.unscaled_grads():`."
 _SAVE = "Write torch.save(amp.state_dict(), path), and amp.load_state_dict(torch.load(path))."
 ELSEWHERE = {

@@ -301,8 +301,9 @@ class Gradients:
         if not self._versions.changed(self.parameters()):
             return ""
         return (
-            f" Gradients are there, made elsewhere: write amp.backward(loss) for loss.backward(), for gradients g {_OF_NO_LOSS}, or, "
-            "if a schedule runs backward itself, `with amp.external_backward(): schedule.step(...)`."
+            " Gradients are there, made elsewhere: write amp.backward(loss) for loss.backward(), for models that share a loss one "
+            "mezzo.prepare(nn.ModuleList([a, b]), [optimizer_a, optimizer_b], policy), "
+            f"for gradients g {_OF_NO_LOSS}, or, if a schedule runs backward itself, `with amp.external_backward(): schedule.step(...)`."
         )
 
     def collect(self, optimizer: Optimizer | None) -> list[OptimizerGrads]:

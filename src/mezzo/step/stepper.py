@@ -19,7 +19,7 @@ from ..optim import stepped_optimizer
 from .capture import CapturedStep, P, R
 from .capture_rules import refuse_in_graph
 from .closure import step_by_closure
-from .foreign_words import ARGUMENTS, ELSEWHERE
+from .foreign_words import ARGUMENTS, ELSEWHERE, OF_BACKWARD
 from .grad_passes import check_flags, check_inputs
 from .prepared_run import PreparedRun
 from .result import StepResult
@@ -104,7 +104,7 @@ class Stepper(PreparedRun):
             return f"Write amp.optimizers[0].{name}, or ask the optimizer that mezzo.prepare was given."
         return did_you_mean(name, (word for word in dir(self) if not word.startswith("_"))).lstrip()
 
-    @answers_misfits("amp.backward()", ARGUMENTS)
+    @answers_misfits("amp.backward()", OF_BACKWARD)
     def backward(
         self,
         loss: Tensor,
