@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -284,6 +285,49 @@ def test_options_that_would_ruin_the_weights_are_refused_in_their_step(policy: s
         amp.step()
     assert all(torch.equal(weight, before[key]) for key, weight in amp.export_weights().items())
     group[name] = was
+    assert amp.step().applied
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("eps", None),
+        ("eps", "1e-8"),
+        ("lr", 1j),
+        ("weight_decay", 2**200),
+        ("betas", None),
+        ("betas", (0.9,)),
+        ("betas", "ab"),
+    ],
+)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam])
+def test_options_that_are_no_numbers_are_refused_before_they_end_a_step_halfway(
+    kind: Any, name: str, value: Any
+) -> None:
+    """AdamW applies its decay before it reads eps: a first weight had moved, and had a state of its own, when torch raised."""
+    model = Net()
+    amp = mezzo.prepare(model, kind(model.parameters(), lr=0.01), "fp16, scaling=1024")
+    x, y = batch()
+    amp.backward(mse(model(x), y))
+    group, before = amp.optimizers[0].param_groups[0], amp.export_weights()
+    was, group[name] = group[name], value
+    with pytest.raises(ConfigError, match=f"a group of {kind.__name__} has {name}=.*: write .*finite number"):
+        amp.step()
+    assert all(torch.equal(weight, before[key]) for key, weight in amp.export_weights().items())
+    assert not amp.optimizers[0].state
+    group[name] = was
+    assert amp.step().applied
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("eps", np.float32(1e-8)), ("eps", torch.tensor(1e-8)), ("lr", 0), ("lr", True)]
+)
+def test_what_torch_takes_for_a_number_goes_on(name: str, value: Any) -> None:
+    model = Net()
+    amp = mezzo.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01), "bf16")
+    amp.optimizers[0].param_groups[0][name] = value
+    x, y = batch()
+    amp.backward(mse(model(x), y))
     assert amp.step().applied
 
 

@@ -65,19 +65,26 @@ def check_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
 
 
 def check_finite(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
-    """Refuse inf and NaN among the options of any optimizer, which it would write into its weights. Host only.
+    """Refuse inf and NaN among the options of any optimizer, which it would write into its weights, and what ends its step halfway. Host only.
 
     Raises:
-        ConfigError: a rate, decay, eps, momentum or beta is; tensors, and what is no float, are the optimizer's own matter.
+        ConfigError: a rate, decay, eps, momentum or beta is, or is no number where the optimizer was made with one; tensors are its own matter.
     """
-    betas = group.get("betas")
-    options = [(name, group.get(name)) for name in _NUMBERS]
-    options += [("betas", beta) for beta in betas] if isinstance(betas, (list, tuple)) else []
-    for name, value in options:
-        if isinstance(value, float) and not math.isfinite(value):
+    for name in {*_NUMBERS, "betas"} & group.keys():
+        given, made = group[name], optimizer.defaults.get(name)
+        values, was = (one if isinstance(one, (list, tuple)) else (one,) for one in (given, made))
+        is_known = all(isinstance(one, float | int) for one in was)
+        if (is_known and len(values) != len(was)) or any(_is_unfit(one, is_known) for one in values):
             raise ConfigError(
-                f"a group of {type(optimizer).__name__} has {name}={group[name]!r}: write a finite number."
+                f"a group of {type(optimizer).__name__} has {name}={shown(given)}: write a finite number."
             )
+
+
+def _is_unfit(value: Any, must_be_number: bool) -> bool:
+    number = value if isinstance(value, Tensor) else number_of(value)
+    if isinstance(number, float):
+        return not math.isfinite(number)
+    return must_be_number and not (isinstance(number, Tensor) or is_number(number) or isinstance(number, bool))
 
 
 def can_be_kept(group: Mapping[str, Any]) -> bool:
