@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,6 +54,11 @@ def test_the_nearest_spelling_is_named(word: object, known: list[str], clause: s
 )
 def test_a_value_is_quoted_in_sixty_characters(value: object, text: str) -> None:
     assert shown(value) == text and len(text) <= 60
+
+
+def test_a_value_is_quoted_in_one_line() -> None:
+    assert shown(torch.ones(1).to_sparse()).startswith("tensor(indices=tensor([[0]]),        values=")
+    assert "\n" not in shown(torch.arange(200))
 
 
 def test_whole_numbers_that_python_does_not_print_are_named_by_their_class() -> None:

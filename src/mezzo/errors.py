@@ -165,9 +165,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def shown(value: object) -> str:
-    """Return a value as an error quotes it: 60 characters at most, or its class where its `repr` raises, as that of a long number does."""
+    """Return a value as an error quotes it: one line of 60 characters at most, or its class where its `repr` raises, as that of a long number does."""
     try:
-        text = repr(value)
+        text = " ".join(repr(value).splitlines())
     except Exception:
         return type(value).__name__
     return text if len(text) <= 60 else f"{text[:57]}..."

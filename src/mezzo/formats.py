@@ -203,7 +203,8 @@ def describe(tensor: object) -> str:
     """
     if not isinstance(tensor, Tensor):
         return shown(tensor)
-    return f"{dtype_name(tensor.dtype)}[{','.join(map(str, tensor.shape))}] {tensor.device}"
+    sizes = "nested" if tensor.is_nested else ",".join(map(str, tensor.shape))  # a nested one may have no shape
+    return f"{dtype_name(tensor.dtype)}[{sizes}] {tensor.device}"
 
 
 def ulp(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.messages import message_of
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mezzo.errors import ScalerError
 from mezzo.loss_scale import GradScaler
@@ -106,17 +107,28 @@ def test_update_without_step() -> None:
     [
         (0.0, "0"), (-4.0, "-4"), (math.inf, "inf"), (math.nan, "nan"), (True, "True"), ("8", "'8'"),
         (torch.tensor(math.inf), "inf"), (torch.tensor([1.0, 2.0]), "fp32[2] cpu"), (torch.tensor(4), "int64[] cpu"),
-        (torch.tensor(4.0, requires_grad=True), "fp32[] cpu"),
+        (torch.tensor(4.0, requires_grad=True), "fp32[] cpu"), (torch.ones((), device="meta"), "fp32[] meta"),
+        (torch.ones(1).to_sparse(), "fp32[1] cpu"),
+        (FakeTensorMode().from_tensor(torch.ones(1)), "fp32[1] cpu"),
     ],
 )  # fmt: skip
 def test_update_refuses_what_is_no_scale(new_scale: Any, what: str) -> None:
     scaler, optimizer = ready()
     scaler.step(optimizer)
+    saved = scaler.state_dict()
     assert message_of(ScalerError, scaler.update, new_scale) == (
         f"update() got new_scale={what}. Pass a positive number, or a floating tensor of one element without a graph, "
         "within min_scale=1 and max_scale=None."
     )
+    assert scaler.state_dict() == saved
     scaler.update()  # the iteration is not lost
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_no_scale() -> None:
+    scaler, _ = ready()
+    with pytest.raises(ScalerError, match=r"new_scale=fp32\[nested\] cpu"):
+        scaler.update(torch.nested.nested_tensor([torch.ones(1)]))
 
 
 @pytest.mark.parametrize("outputs", [None, 3.0, [torch.ones(()), None], "loss"])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, PolicyError, ScalerError, shown
-from ..formats import SMALLEST, describe, is_count, is_number
+from ..formats import SMALLEST, describe, is_count, is_number, number_of
 from ..policy import ScalingConfig
 from .state import LossScale
 
@@ -103,15 +103,14 @@ def given_scale(value: float | Tensor, config: ScalingConfig) -> tuple[Tensor, S
     """
     ceiling = math.inf if config.max_scale is None else config.max_scale
     what = describe(value)
-    if isinstance(value, Tensor):
+    is_valid = is_readable = not isinstance(value, Tensor)
+    if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
         is_valid = value.numel() == 1 and value.is_floating_point() and not value.requires_grad
-        is_readable = value.device.type == "cpu"
-    else:
-        is_valid = is_readable = is_number(value)
-    number = float(value) if is_valid and is_readable else math.nan
+        is_readable = value.device.type in ("cpu", "meta")
+    number = number_of(value) if is_valid and is_readable and not isinstance(value, bool) else math.nan
     floor = floor_under(number, config.min_scale)
     if is_valid and is_readable:
-        what = f"{number:g}"
+        what = f"{number:g}" if is_number(number, -math.inf, math.inf) else what
         is_valid = is_number(number, SMALLEST) and floor <= number <= ceiling
     if not is_valid:
         raise ScalerError(
