@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -81,3 +82,41 @@ def test_a_first_step_that_finds_no_memory_leaves_no_state_half_made(kind: str, 
                 assert_same(everything(one), everything(twin))
         at += 1
     assert at > 3
+
+
+class Ends(TorchDispatchMode):
+    """Raises at the first count of what is not finite."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error: BaseException | None = error
+
+    def __torch_dispatch__(self, op: Any, kinds: Iterable[type], args: Any = (), kwargs: Any = None) -> Any:
+        if self.error is not None and str(op) in ("aten.bitwise_not.default", "aten.ne.Tensor", "aten.sum.default"):
+            self.error, error = None, self.error
+            raise error
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("planted"), KeyboardInterrupt()])
+def test_a_skip_is_counted_though_the_look_at_its_cause_ends_early(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was found left the list of what is to be read before it was counted."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    amp = mezzo.prepare(model, torch.optim.AdamW(model.parameters(), fused=True), "bf16, guard.check_every=0")
+    backward(amp, torch.full((4, 8), float("nan")))
+    amp.step()
+    with (
+        Ends(error) as ends,
+        pytest.raises(KeyboardInterrupt) if isinstance(error, KeyboardInterrupt) else nullcontext(),
+    ):
+        amp.counters()
+    assert ends.error is None
+    counters = amp.counters()
+    assert (counters.seen, counters.skipped, counters.skipped_in_a_row) == (1, 1, 1)
+    said = [m for m in caplog.messages if m.startswith("memory ran out in the look at step 1, which is left out")]
+    assert len(said) == isinstance(error, torch.OutOfMemoryError)
+    backward(amp, torch.randn(4, 8))
+    assert amp.step().applied and amp.counters().skipped_in_a_row == 0

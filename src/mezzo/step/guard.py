@@ -13,6 +13,7 @@ from ..kernels import LateNorm
 from ..loss_scale import LossScale
 from ..policy import GuardConfig, ScalingConfig
 from ..read_only import read_only
+from .invariants import looked
 from .result import StepFlags, StepResult
 
 _log = logging.getLogger("mezzo.step")
@@ -293,7 +294,7 @@ class Guard:
     def read(self, *, wait: bool = True, unread: int = 0) -> None:
         """Bring the state up to the last step but the `unread` ones; without `wait` to the last that has arrived. Syncs: with it; no without `wait`."""
         while len(self._unread) > unread and (wait or self._unread[0].has_arrived):
-            self._read(self._unread.pop(0))
+            self._read(self._unread[0])
 
     def poll(self, unread: int = 0) -> GuardState | None:
         """Return the state after the last step if there is something to act on; what it says of a skip is said once. Syncs: as `read`."""
@@ -309,11 +310,15 @@ class Guard:
         if flags.applied:
             self.last_norm = flags.grad_norm
         if self._is_calm and flags.applied and flags.flushed == 0 and not _is_low(flags, self.floor):
+            del self._unread[0]
             self._uneventful += 1
             return
-        weights = partial(self._nonfinite_weights, result, self.state.counters.applied > 0)
-        suspects = Suspects(weights=weights, gradients=result.stats.nonfinite)
-        self.become(next_guard(self.state, flags, suspects, self.config, self.scaling, self.floor))
+        was = self.state.counters
+        look = partial(looked, self._nonfinite_weights, was.seen + 1, result, was.applied > 0)
+        suspects = Suspects(weights=lambda: look() or ({}, {}), gradients=result.stats.nonfinite)
+        after = next_guard(self.state, flags, suspects, self.config, self.scaling, self.floor)
+        del self._unread[0]  # not before: what is interrupted is read again
+        self.become(after)
         counters = self.state.counters
         row = counters.skipped_in_a_row
         if _is_power_of_two(row):

@@ -84,7 +84,7 @@ def looked(find: Callable[P, T], step: int, *args: P.args, **kwargs: P.kwargs) -
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        said = "memory ran out in the look at step %d (guard.check_every), which is left out: %s. The step itself lacks nothing."
+        said = "memory ran out in the look at step %d, which is left out: %s. The step itself lacks nothing."
         _log.warning(said, step, first_line(error))
         return None
 
