@@ -6,9 +6,10 @@ import copyreg
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from types import GeneratorType
 from typing import Any, Literal
 
 import torch
@@ -255,8 +256,7 @@ def _is_inside(binding: Binding, traced: bool) -> bool:
 def _run(bound: Bound, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: Any) -> Any:
     traced = _is_traced()
     run = _run_inside if _is_inside(bound.binding, traced) else _enter
-    out = run(bound, module, forward, args, kwargs, traced)
-    is_late = not is_compiling() and isinstance(out, Generator)
+    is_late = type(out := run(bound, module, forward, args, kwargs, traced)) is GeneratorType and not is_compiling()
     return in_steps(lambda step: _run(bound, module, step, args, kwargs), out) if is_late else out
 
 
