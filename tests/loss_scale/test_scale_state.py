@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.errors import LossScaleExhausted
-from mezzo.loss_scale import GradScaler, LastStep, LossScale
-from mezzo.loss_scale.scale_state import AsyncFlag, ScaleState
+from mezzo.loss_scale import GradScaler, LossScale
+from mezzo.loss_scale.state import AsyncFlag, LastStep, ScaleState
 
 CPU = torch.device("cpu")
 

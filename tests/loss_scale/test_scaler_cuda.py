@@ -12,7 +12,7 @@ from torch import nn
 
 from mezzo.errors import LossScaleExhausted
 from mezzo.loss_scale import GradScaler
-from mezzo.loss_scale.scale_state import AsyncFlag
+from mezzo.loss_scale.state import AsyncFlag
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 from mezzo.errors import ScalerError
-from mezzo.loss_scale import GradScaler, has_nonfinite
+from mezzo.loss_scale import GradScaler
+from mezzo.loss_scale.unscale import has_nonfinite
 
 WORLD = 2
 pytestmark = pytest.mark.distributed

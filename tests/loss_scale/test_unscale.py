@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzo.errors import MasterError
 from mezzo.formats import FORMATS
-from mezzo.loss_scale import divide_, has_nonfinite, is_unusable
+from mezzo.loss_scale.unscale import divide_, has_nonfinite, is_unusable
 
 SCALE = 2.0**10
 REAL = [torch.float32, torch.float64, torch.bfloat16]

@@ -19,13 +19,9 @@ from .fused import handing as handing
 from .fused import param_names as param_names
 from .fused import parameters as parameters
 from .grad_checks import say_hooked as say_hooked
-from .scale_state import LastStep as LastStep
 from .scaler import GradScaler as GradScaler
 from .state import LossScale as LossScale
 from .state import can_move_in_place as can_move_in_place
 from .state import move_ as move_
 from .state import next_state as next_state
-from .unscale import divide_ as divide_
-from .unscale import has_nonfinite as has_nonfinite
-from .unscale import is_unusable as is_unusable
 from .unscale import real_values as real_values

@@ -20,8 +20,7 @@ from . import grad_checks, messages
 from .fused import StepScaling, parameters, step_scaled
 from .grad_tracker import GradTracker, Mark, gradients
 from .saved import Saved, checked, floor_under, given_scale, pack, unpack
-from .scale_state import AsyncFlag, LastStep, ScaleState
-from .state import LossScale, next_state
+from .state import AsyncFlag, LastStep, LossScale, ScaleState, next_state
 from .torch_names import TorchNames
 from .unscale import divide_, has_nonfinite, is_unusable
 

@@ -1,16 +1,16 @@
-"""The loss scale as a value, and the one rule by which it moves."""
+"""The loss scale: as a value, with the one rule by which it moves, and as a run holds it, with what the last step made of it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from .._torch import update_scale_
+from .._torch import is_capturing, update_scale_
 from ..errors import PolicyError, check_given
 from ..formats import as_device, describe, is_number, number_of
-from ..kernels import move
+from ..kernels import move, to_host
 from ..policy import ScalingConfig
 
 _OVERFLOWS = 2.0**128 - 2.0**103
@@ -158,3 +158,106 @@ def _clamp(value: float | Tensor, low: float | None = None, high: float | None =
         return value if low is None and high is None else value.clamp(low, high)
     value = value if low is None else max(value, low)
     return value if high is None else min(value, high)
+
+
+class ScaleState:
+    """Holds the state of the loss scale: numbers until a first loss shows the device, then tensors that stay put.
+
+    Captured CUDA graphs hold the tensors' addresses, so a move writes into them.
+    """
+
+    def __init__(self, state: LossScale) -> None:
+        self.state = state
+        self._captured: Tensor | None = None
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """The scale itself, shape (), fp32, always at the same address; None before there is a device. Host only."""
+        return self.state.scale if isinstance(self.state.scale, Tensor) else None
+
+    def to(self, device: torch.device) -> None:
+        """Put the state on a device, unless it is on one. Syncs: no."""
+        if self.tensor is None:
+            with torch.inference_mode(False):  # a loss scaled there first must not make the state unwritable
+                self.state = self.state.to(device)
+
+    def captured(self) -> Tensor:
+        """Return the scale of this iteration's losses, shape (), fp32: one copy, which stays when the run's scale moves. Syncs: no."""
+        if self._captured is None:
+            assert self.tensor is not None
+            with torch.inference_mode(False):
+                self._captured = self.tensor.clone()
+        return self._captured
+
+    def assign(self, name: str, value: Tensor | None, start: float) -> None:
+        """Take a tensor of the caller's, shape (), for a field of the state: what torch's scaler does by assignment.
+
+        None takes the state off its device; of the scale itself, back to `start`. Syncs: no; yes with None, on an accelerator.
+        """
+        self._captured = None
+        if value is None:
+            numbers = self.state.numbers()
+            self.state = replace(numbers, scale=start) if name == "scale" else numbers
+            return
+        self.to(value.device)
+        own = getattr(self.state, name)
+        is_alike = value.dtype is own.dtype and value.shape == own.shape
+        self.state = replace(self.state, **{name: value if is_alike else value.detach().to(own.dtype).reshape(())})
+
+    def move(self, state: LossScale) -> None:
+        """Take a new state, numbers or tensors; losses that were scaled before keep theirs. Syncs: no."""
+        self._captured = None
+        if self.tensor is None:
+            self.state = state
+        else:
+            self.state.write_(state)
+
+
+class LastStep:
+    """Whether the last step was applied, and which scale its gradients carried, both read from the device when asked. `captured` is None for a run without scaling."""
+
+    def __init__(self, found_nonfinite: Tensor | bool, captured: Tensor | None) -> None:
+        self._found, self._captured = found_nonfinite, captured
+
+    @property
+    def applied(self) -> bool:
+        """Whether the optimizer changed the weights. Syncs: yes, if nothing has read the finding yet."""
+        self._found = bool(self._found)
+        return not self._found
+
+    @property
+    def scale(self) -> float:
+        """The scale the gradients were divided by, also after `update` moved it. Syncs: yes."""
+        return 1.0 if self._captured is None else float(self._captured)
+
+    def __repr__(self) -> str:
+        return f"LastStep(applied={self.applied}, scale={self.scale:g})"
+
+
+class AsyncFlag:
+    """Carries one flag at a time to the host and says it once it has arrived; late, never waiting.
+
+    Where the device has no events to ask, every `interval`-th flag is read the plain way, which waits.
+    """
+
+    def __init__(self, interval: int = 25) -> None:
+        self._interval = interval
+        self._count = 0
+        self._arriving: tuple[Tensor, torch.Event | None] | None = None
+
+    def ask(self, flag: Tensor) -> bool:
+        """Send a 0-d bool tensor on its way and return whether one that has arrived was set.
+
+        Syncs: no on CUDA and XPU; elsewhere one read every `interval` calls.
+        """
+        if is_capturing(flag.device):
+            return False  # a captured graph has no host to tell
+        if flag.device.type not in ("cuda", "xpu"):
+            self._count += 1
+            return self._count % self._interval == 0 and bool(flag)
+        is_set = False
+        if self._arriving is not None and (self._arriving[1] is None or self._arriving[1].query()):
+            is_set, self._arriving = bool(self._arriving[0]), None
+        if self._arriving is None:
+            self._arriving = to_host(flag)
+        return is_set

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import ScalerError
 from ..policy import ScalingConfig
 from .saved import floor_under, with_floor
-from .scale_state import ScaleState
+from .state import ScaleState
 
 
 def _number(name: str) -> Any:
