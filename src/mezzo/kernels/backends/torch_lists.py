@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,15 +43,30 @@ class Part:
                 foreach_copy_(list(held), self.split(long[0]))
 
 
-def step_end_to_end_(
+def with_masters(
+    reference: ModuleType, operands: Operands, rule: object, step: Tensor, *, can_fuse: bool = True
+) -> Iterator[tuple[list[Tensor], Operands, list[Tensor]]]:
+    """Yield the fp32 masters that torch's fused kernel steps, what belongs to them and their step counts; store them when the next are asked for.
+
+    Weights that lie in pieces are stepped by the reference one by one; all by the reference, end to end, where moments are not fp32, or the fused kernel cannot take the rule.
+
+    Writes: weights, their aux state, and moments where the reference steps, unless `found_inf` is set. Syncs: no.
+    """
+    moments = [one for held in operands.moments.values() for one in held]
+    is_fused = can_fuse and all(one.dtype is torch.float32 for one in moments)
+    scalars: Any = reference.scalars(step, rule) if operands.other or not is_fused else None
+    if operands.other:
+        reference.step_(operands, rule, scalars, step, operands.other)
+    if is_fused:
+        yield from _masters(operands, step)
+    else:
+        _step_end_to_end_(reference.step_, operands, rule, scalars, step)
+
+
+def _step_end_to_end_(
     step_: Callable[..., None], operands: Operands, rule: object, scalars: Tensor, step: Tensor
 ) -> None:
-    """Take the reference's step with weights laid end to end: in as many launches for a thousand of them as for one.
-
-    Arguments, results and writes are those of `step_`, the reference; weights that lie in pieces are stepped one by one. Syncs: no.
-    """
-    if operands.other:
-        step_(operands, rule, scalars, step, operands.other)
+    """Take the reference's step with weights laid end to end: in as many launches for a thousand of them as for one."""
     for part in parts(operands):
         given = part.operands
         moments = {name: [_long(held)] for name, held in given.moments.items()}
@@ -62,13 +79,8 @@ def step_end_to_end_(
             foreach_copy_(list(given.moments[name]), part.split(long))
 
 
-def with_masters(operands: Operands, step: Tensor) -> Iterator[tuple[list[Tensor], Operands, list[Tensor]]]:
-    """Yield fp32 masters, what belongs to them and their step counts; store them when the next are asked for.
-
-    fp32 weights are their own masters. Weights that lie in pieces are left out. Caches of casts see that weights were written.
-
-    Writes: weights and their aux state, unless `found_inf` is set. Syncs: no.
-    """
+def _masters(operands: Operands, step: Tensor) -> Iterator[tuple[list[Tensor], Operands, list[Tensor]]]:
+    """Yield what `with_masters` does. fp32 weights are their own masters; caches of casts see that weights were written."""
     counts, mode = step.unbind(), operands.weights.mode
     if mode == "none":
         indices = _whole(operands)
@@ -159,8 +171,3 @@ def rate_of(lr: float | Tensor, device: torch.device) -> float | Tensor:
     if not isinstance(lr, Tensor) or lr.device.type == "cpu":
         return float(lr)
     return move(lr.detach().reshape(()), device)
-
-
-def keeps_fp32(operands: Operands) -> bool:
-    """Whether all moments are fp32, which torch's fused kernels take. Host only."""
-    return all(one.dtype is torch.float32 for held in operands.moments.values() for one in held)

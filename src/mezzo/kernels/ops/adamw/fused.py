@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from torch import Tensor
 
 from ...._torch import fused_adam_, fused_adamw_
-from ...backends.torch_lists import keeps_fp32, rate_of, step_end_to_end_, true_grads, with_masters
+from ...backends.torch_lists import rate_of, true_grads, with_masters
 from ...operands import Operands
 from .. import adamw as reference
 from . import AdamWRule
@@ -21,14 +20,8 @@ def step_(operands: Operands, rule: AdamWRule, _: None, step: Tensor) -> None:
 
     Writes: weights, their aux state, moments; none of them if `found_inf` is set. Syncs: no.
     """
-    scalars = functools.partial(reference.scalars, step, rule)
-    if not keeps_fp32(operands):
-        step_end_to_end_(reference.step_, operands, rule, scalars(), step)
-        return
-    if operands.other:
-        reference.step_(operands, rule, scalars(), step, operands.other)
     update_: Any = fused_adamw_ if rule.l2 == 0 else fused_adam_  # overloaded by the kind of rate
-    for masters, given, counts in with_masters(operands, step):
+    for masters, given, counts in with_masters(reference, operands, rule, step):
         means, squares, *peaks = (list(held) for held in given.moments.values())
         update_(
             masters, true_grads(given), means, squares, *(peaks or [[]]), counts,

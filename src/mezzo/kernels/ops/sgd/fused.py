@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-
 from torch import Tensor
 
 from ...._torch import fused_sgd_
-from ...backends.torch_lists import keeps_fp32, rate_of, step_end_to_end_, true_grads, with_masters
+from ...backends.torch_lists import rate_of, true_grads, with_masters
 from ...operands import Operands
 from .. import sgd as reference
 from . import SGDRule
@@ -20,15 +18,9 @@ def step_(operands: Operands, rule: SGDRule, _: None, step: Tensor) -> None:
 
     Writes: weights, their aux state, sums; none of them if `found_inf` is set. Syncs: no.
     """
-    scalars = functools.partial(reference.scalars, step, rule)
     # how much of the first gradient is left out the device alone knows, and torch's kernel asks the host
     is_dampened = rule.dampening != 0 and rule.momentum != 0
-    if is_dampened or not keeps_fp32(operands):
-        step_end_to_end_(reference.step_, operands, rule, scalars(), step)
-        return
-    if operands.other:
-        reference.step_(operands, rule, scalars(), step, operands.other)
-    for masters, given, _counts in with_masters(operands, step):
+    for masters, given, _counts in with_masters(reference, operands, rule, step, can_fuse=not is_dampened):
         fused_sgd_(
             masters, true_grads(given), [one for held in given.moments.values() for one in held],
             weight_decay=rule.weight_decay, momentum=rule.momentum, lr=rate_of(rule.lr, step.device), dampening=0.0,
