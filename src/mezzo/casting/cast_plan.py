@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,9 +16,6 @@ from ..policy import CacheName, Policy, as_policy, why_engine
 from .cast_cache import WeightCastCache, weight_casts
 from .index_writes import take_index_writes
 from .op_rule_table import OpRuleTable, op_rule_table
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class Switch(NamedTuple):

@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 from .._torch import storage_id
 from ..binding import check_optimizers, convert_
 from ..binding.bind import bind
+from ..distributed import class_names
 from ..errors import ConfigError
 from ..formats import LOW_DTYPES, dtype_name
 from ..optim import MasterWeights, adopt, parameters, wrapped_optimizer
-from ..policy import Policy, PolicyLike, as_policy
+from ..policy import Policy, PolicyLike, as_policy, is_cast_at_use
 from ..report import Chart, Document, Note, Pairs, Report, Series, Table
 from ..step.prepare import optimizers_of
 from .trial import LossFn, bind_copy, check_trial, copied, device_of, loss_of
@@ -272,11 +273,5 @@ def _share(kind: Kind, counts: Counter[torch.dtype]) -> MemoryShare:
 
 def _cast_weights(outline: nn.Module) -> list[nn.Parameter]:
     """Return the weights that a region casts at each use: fp32 ones of layers that multiply matrices."""
-    layers = (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention)
-    return [
-        p
-        for module in outline.modules()
-        if isinstance(module, layers) or type(module).__name__ == "Conv1D"
-        for p in module.parameters(recurse=False)
-        if p.dtype not in LOW_DTYPES
-    ]
+    layers = [module for module in outline.modules() if is_cast_at_use(class_names(module))]
+    return [p for layer in layers for p in layer.parameters(recurse=False) if p.dtype not in LOW_DTYPES]
