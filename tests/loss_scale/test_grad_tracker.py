@@ -15,7 +15,7 @@ class Book:
     """A tracker beside one parameter and its optimizer."""
 
     def __init__(self) -> None:
-        self.tracker = GradTracker(lambda *_: None)
+        self.tracker = GradTracker()
         self.param = nn.Parameter(torch.ones(2))
         self.optimizer = torch.optim.SGD([self.param], lr=0.5)
         self.captured = snapshot(8.0)

@@ -18,7 +18,7 @@ from .fused import StepScaling as StepScaling
 from .fused import handing as handing
 from .fused import param_names as param_names
 from .fused import parameters as parameters
-from .grad_checks import say_hooked as say_hooked
+from .messages import say_hooked as say_hooked
 from .scaler import GradScaler as GradScaler
 from .state import LossScale as LossScale
 from .state import can_move_in_place as can_move_in_place

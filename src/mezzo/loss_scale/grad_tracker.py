@@ -1,4 +1,4 @@
-"""Which gradients are still multiplied by the loss scale: what each backward pass left, and what changed it since."""
+"""Which gradients are still multiplied by the loss scale: what each backward pass left, what changed it since, and what is refused of them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from torch.autograd.graph import Node
 from torch.optim.optimizer import Optimizer
 
 from .._torch import after_backward, graph_task_id
+from ..errors import ScalerError
 from ..kernels import move
 from ..stamp import Stamp
+from . import messages
 from .accumulation import GradSums, ask_before_steps, grads_by_id, same, stamps_of
 from .fused import parameters
+from .unscale import real_values
 
 
 class Mark(enum.Enum):
@@ -48,9 +51,6 @@ class GradTracker:
     Known are the parameters of optimizers the scaler has met, and the leaves of the graphs it walked: those of the
     first iteration, and of any that follows one in which an optimizer came or went. What is not known is not judged.
 
-    Args:
-        on_step: called with this tracker and any optimizer that is about to step, from the first scaled gradient on.
-
     Attributes:
         passes: backward passes of scaled losses since the last `update`.
         is_blind: gradients of this iteration may have come about unseen (traced code, a scaled seed in place of a
@@ -63,7 +63,7 @@ class GradTracker:
         iteration: `update` calls so far.
     """
 
-    def __init__(self, on_step: Callable[[GradTracker, Optimizer], None]) -> None:
+    def __init__(self) -> None:
         self.passes = 0
         self.is_blind = self.has_loose_ends = self.is_stepping = self.is_off = False
         self.captured: Tensor | None = None
@@ -76,7 +76,6 @@ class GradTracker:
         self._known: list[Tensor] | None = None
         self._open: dict[int, tuple[list[Tensor], dict[int, Stamp]]] = {}
         self._sums = GradSums()
-        self.on_step = on_step
 
     def watch(self, output: Tensor, captured: Tensor) -> None:
         """Note what the backward passes of a scaled output will do to gradients. Syncs: no."""
@@ -209,8 +208,10 @@ class GradTracker:
         return bool(touched)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Judge the step that any optimizer is about to take. Host only."""
-        self.on_step(self, optimizer)
+        """Refuse a step that was not asked of the scaler, on gradients that are still scaled: a ScalerError. Syncs: only on the way to it."""
+        if not self.is_stepping and self.can_judge:
+            self.note_running(optimizer)
+            _refuse(optimizer, _still_scaled(self, optimizer, Stamp.is_current), messages.DIRECT)
 
 
 def gradients(optimizer: Optimizer) -> list[Tensor]:
@@ -230,3 +231,73 @@ def leaves(root: Node) -> Iterator[Tensor]:
                 yield cast(Tensor, getattr(node, "variable"))  # noqa: B009  # torch declares it nowhere
             else:
                 stack.append(node)
+
+
+def before_unscale(tracker: GradTracker, optimizer: Optimizer) -> bool:
+    """Refuse gradients that are not exactly what backward passes of scaled losses left; return whether any is known to be scaled.
+
+    Raises:
+        ScalerError: a gradient was edited while scaled, is divided already, is left over, or was never scaled.
+
+    Syncs: only where a gradient is suspicious, to see whether it is zero, or has the values it had, and so is harmless.
+    """
+    if not tracker.can_judge:
+        return False
+    tracker.note_running(optimizer)
+    suspects: dict[str, list[int]] = {}
+    unknown, is_scaled, params = [], False, parameters(optimizer)
+    for index, param in enumerate(params):
+        if (grad := param.grad) is None:
+            continue
+        entry = tracker.entry(param)
+        if entry is not None and entry.mark is Mark.SCALED and entry.stamp.is_current(grad):
+            is_scaled = True
+        elif entry is not None and (verdict := _verdict(entry, grad, tracker.iteration)):
+            suspects.setdefault(verdict, []).append(index)
+        else:
+            unknown.append(index)
+    edited = suspects.pop(messages.EDITED, [])
+    changed = [index for index in edited if not tracker.is_harmless(params[index])]
+    is_scaled = is_scaled or len(changed) < len(edited)
+    if changed:
+        suspects[messages.EDITED] = changed
+    for verdict, indices in suspects.items():
+        # Zeroed gradients are harmless beside scaled ones; where none is left, NaN may have been edited to zero.
+        _refuse(optimizer, indices, verdict, zeros_too=verdict is messages.EDITED and not is_scaled)
+    if unknown and not is_scaled and not tracker.has_loose_ends and (tracker.passes == 0 or tracker.knows(optimizer)):
+        _refuse(optimizer, unknown, messages.UNSEEN)
+    return is_scaled
+
+
+def _verdict(entry: Entry, grad: Tensor, iteration: int) -> str | None:
+    if entry.mark is Mark.SCALED:
+        return messages.EDITED
+    if entry.mark is Mark.MIXED:
+        return messages.MIXED if entry.stamp.is_of(grad) else None
+    if entry.iteration == iteration:
+        return messages.TWICE if entry.stamp.is_of(grad) else None
+    return messages.STALE if entry.stamp.is_current(grad) else None
+
+
+def check_unscaled(tracker: GradTracker, optimizer: Optimizer) -> None:
+    """Refuse to apply gradients that were divided and then had scaled ones added: a ScalerError. Syncs: only on the way to it."""
+    if tracker.can_judge:
+        _refuse(optimizer, _still_scaled(tracker, optimizer, Stamp.is_of), messages.ADDED)
+
+
+def _still_scaled(tracker: GradTracker, optimizer: Optimizer, is_noted: Callable[[Stamp, Tensor], bool]) -> list[int]:
+    """Return the indices of the gradients that were not divided, of those that are the ones noted."""
+    found = [(tracker.entry(param), param.grad) for param in parameters(optimizer)]
+    return [
+        index
+        for index, (entry, grad) in enumerate(found)
+        if entry and grad is not None and entry.mark is not Mark.UNSCALED and is_noted(entry.stamp, grad)
+    ]
+
+
+def _refuse(optimizer: Optimizer, indices: list[int], verdict: str, zeros_too: bool = False) -> None:
+    params = parameters(optimizer)
+    if not zeros_too:
+        indices = [i for i in indices if (grad := params[i].grad) is not None and bool(real_values(grad).any())]
+    if indices:
+        raise ScalerError(messages.about(optimizer, indices, verdict))

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from weakref import WeakSet
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from .._torch import is_fused
+from .._torch import gradient_hooks, is_fused
 from ..errors import listed
 from ..formats import describe
 from ..policy import ScalingConfig
 from .fused import param_names, parameters
-from .grad_tracker import GradTracker
 from .state import LossScale
 from .unscale import real_values
 
+_log = logging.getLogger("mezzo.loss_scale")
+_warned: WeakSet[Optimizer] = WeakSet()
 SHOWN = 5
 """How many parameters a message names."""
 
@@ -111,18 +115,18 @@ def half_gradients(optimizer: Optimizer) -> str:
     )
 
 
-def no_gradients(optimizer: Optimizer, tracker: GradTracker) -> str:
-    """Return which of four causes left every gradient of an optimizer empty."""
+def no_gradients(optimizer: Optimizer, passes: int, is_blind: bool) -> str:
+    """Return which of four causes left every gradient of an optimizer empty; the rest as in `GradTracker`."""
     params = parameters(optimizer)
     start = f"step() found no gradient in any of the {len(params)} parameters of this {type(optimizer).__name__}: "
     if not any(param.requires_grad for param in params):
         return start + "all of them are frozen. Give the optimizer parameters with requires_grad=True."
-    if tracker.passes:
+    if passes:
         return start + (
             "backward() ran but reached none of them, or zero_grad() was called after it. Give the optimizer the parameters of the model "
             "that computed the loss, step it only in iterations that use them, and write zero_grad() before backward()."
         )
-    if tracker.is_blind:
+    if is_blind:
         return start + (
             "the scaled loss has no graph. It was detached, built by torch.tensor(...), or computed under no_grad()."
         )
@@ -150,3 +154,23 @@ def nonfinite(optimizer: Optimizer) -> list[str]:
     held = [(label, real_values(p.grad)) for label, p in named if p.grad is not None]
     counts = [(label, int((~values.isfinite()).sum()), values.numel()) for label, values in held]
     return [f"{label}: {count} of {numel}" for label, count, numel in counts if count]
+
+
+def say_hooked(optimizer: Optimizer, known: Mapping[Tensor, str] | None = None) -> None:
+    """Log, once for an optimizer, which of its gradients go through somebody's hooks while they carry the loss scale. Host only."""
+    hooked = [] if optimizer in _warned else [p for p in parameters(optimizer) if _is_hooked(p)]
+    if hooked:
+        _warned.add(optimizer)
+        labels = {**dict(zip(parameters(optimizer), names(optimizer), strict=True)), **(known or {})}
+        _log.warning(
+            "hooks on %s see gradients multiplied by the loss scale: what they clip, or compare with a number, is off by it, "
+            "and the model may not train. Clip by amp.step(max_norm=...) or amp.step(clip_value=...), or after scaler.unscale_(optimizer), "
+            "or multiply their numbers by the scale; what only copies, masks or averages needs no change.",
+            listed([labels[p] for p in hooked]),
+        )
+
+
+def _is_hooked(param: Tensor) -> bool:
+    hooks = [hook for found in gradient_hooks(param) for hook in (found or {}).values()]
+    whose = [getattr(getattr(hook, "func", hook), "__module__", None) or "" for hook in hooks]  # of a partial too
+    return any([name.partition(".")[0] not in ("torch", "mezzo") for name in whose])

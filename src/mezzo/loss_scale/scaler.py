@@ -16,9 +16,9 @@ from .._torch import ScalerStage, is_capturing, is_fused, new_optimizer_state, t
 from ..errors import LossScaleExhausted, MasterError, PolicyError, ScalerArgumentError, ScalerError, as_flag
 from ..formats import as_device
 from ..policy import ScalingConfig
-from . import grad_checks, messages
+from . import messages
 from .fused import StepScaling, parameters, step_scaled
-from .grad_tracker import GradTracker, Mark, gradients
+from .grad_tracker import GradTracker, Mark, before_unscale, check_unscaled, gradients
 from .saved import Saved, checked, floor_under, given_scale, pack, unpack
 from .state import AsyncFlag, LastStep, LossScale, ScaleState, next_state
 from .torch_names import TorchNames
@@ -102,7 +102,7 @@ class GradScaler(TorchNames):
         self._config, self._patience, state = saved
         self._live = ScaleState(state)
         self._init_growth_tracker = int(state.growth_tracker)
-        self._tracker = GradTracker(grad_checks.direct_step)
+        self._tracker = GradTracker()
         self._exhausted_flag = AsyncFlag()
         self._last_step = LastStep(enabled, None)
         self._per_optimizer_states: dict[int, dict[str, Any]] = defaultdict(new_optimizer_state)
@@ -207,9 +207,9 @@ class GradScaler(TorchNames):
 
     def _check(self, optimizer: Optimizer) -> Tensor:
         """Refuse gradients that are not what scaled losses left, and return the scale they carry."""
-        is_scaled = grad_checks.before_unscale(self._tracker, optimizer)
+        is_scaled = before_unscale(self._tracker, optimizer)
         if is_scaled and not self._tracker.knows(optimizer):
-            grad_checks.say_hooked(optimizer)
+            messages.say_hooked(optimizer)
         captured = self._tracker.captured if is_scaled else None
         return self._live.captured() if captured is None else captured
 
@@ -262,7 +262,7 @@ class GradScaler(TorchNames):
         was_unscaled, divides = state["stage"] is ScalerStage.UNSCALED, is_fused(optimizer)
         if was_unscaled:
             if state.get("passes", self._tracker.passes) != self._tracker.passes:
-                grad_checks.before_step(self._tracker, optimizer)
+                check_unscaled(self._tracker, optimizer)
         elif divides:
             state["captured"] = self._check(optimizer)
             self._check_inf_per_device(optimizer)
@@ -271,7 +271,7 @@ class GradScaler(TorchNames):
         is_foreign = "captured" not in state  # a subclass divides in an `unscale_` of its own
         found = self._found(state)
         if found is None:
-            raise ScalerError(messages.no_gradients(optimizer, self._tracker))
+            raise ScalerError(messages.no_gradients(optimizer, self._tracker.passes, self._tracker.is_blind))
         if divides:
             grad_scale = None if was_unscaled else state["captured"]
             scaling = StepScaling(grad_scale=grad_scale, found_inf=found)
