@@ -125,14 +125,11 @@ def adopt(optimizer: torch.optim.Optimizer, policy: PolicyLike, *, is_dense: boo
         optimizer.__class__ = type(kind.__name__, (kind,), {"load_state_dict": load_divided_})
     if isinstance(optimizer, MasterWeights) or not {policy.params, policy.grads} & set(LOW_DTYPES):
         return optimizer
-    if isinstance(optimizer, MasterOptimizer):
-        if policy.params in LOW_DTYPES:
-            _choose_master(optimizer, policy)
-        return optimizer
-    if inner is not optimizer:  # a ZeroRedundancyOptimizer sends whole weights after the step of each rank's part
-        if isinstance(inner, MasterOptimizer) and policy.params in LOW_DTYPES:
-            # the outer groups' options become those of its part in each step
-            _choose_master(inner, policy, *optimizer.param_groups)
+    if isinstance(inner, MasterOptimizer) and policy.params in LOW_DTYPES:
+        # the outer groups' options become those of its part in each step
+        _choose_master(inner, policy, *optimizer.param_groups)
+    # a ZeroRedundancyOptimizer sends whole weights after the step of each rank's part
+    if isinstance(inner, MasterOptimizer) or inner is not optimizer:
         return optimizer
     if as_flag("adopt", "is_dense", is_dense) and type(optimizer) in _ADOPTED and follow_class_step(optimizer):
         _take_over(optimizer, policy)
