@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mezzo.errors import ScalerError
 from mezzo.loss_scale import messages
-from mezzo.loss_scale.grad_tracker import GradTracker, Mark, before_unscale, check_unscaled
+from mezzo.loss_scale.grad_tracker import GradTracker, Mark
 
 Edit = Callable[[Tensor], object]
 
@@ -67,7 +67,7 @@ def test_before_unscale(mark: Mark, edit: Edit, num_steps: int, verdict: str | N
     assert param.grad is not None
     edit(param.grad)
     tracker.has_loose_ends = True  # what is unknown is left alone
-    said = refusal(before_unscale, tracker, optimizer)
+    said = refusal(GradTracker.before_unscale, tracker, optimizer)
     assert (said is None) if verdict is None else (said is not None and start(verdict) in said)
 
 
@@ -75,9 +75,9 @@ def test_zeros_beside_scaled_gradients_are_harmless_and_alone_are_not() -> None:
     tracker, optimizer, params = book(Mark.SCALED, Mark.SCALED)
     assert params[0].grad is not None and params[1].grad is not None
     params[0].grad.zero_()
-    assert refusal(before_unscale, tracker, optimizer) is None
+    assert refusal(GradTracker.before_unscale, tracker, optimizer) is None
     params[1].grad.zero_()
-    said = refusal(before_unscale, tracker, optimizer)
+    said = refusal(GradTracker.before_unscale, tracker, optimizer)
     assert said is not None and start(messages.EDITED) in said
 
 
@@ -86,7 +86,7 @@ def test_gradients_that_nobody_saw(passes: int, loose: bool, is_refused: bool) -
     tracker, optimizer, (param,) = book(None)
     param.grad = torch.ones(2)
     tracker.passes, tracker.has_loose_ends = passes, loose
-    said = refusal(before_unscale, tracker, optimizer)
+    said = refusal(GradTracker.before_unscale, tracker, optimizer)
     assert (said is not None and start(messages.UNSEEN) in said) is is_refused
 
 
@@ -106,13 +106,13 @@ def test_before_a_step_of_the_scaler_and_before_a_direct_one(
     tracker, optimizer, (param,) = book(mark)
     assert param.grad is not None
     edit(param.grad)
-    for check, verdict in ((check_unscaled, step), (GradTracker.before_step, direct)):
+    for check, verdict in ((GradTracker.check_unscaled, step), (GradTracker.before_step, direct)):
         said = refusal(check, tracker, optimizer)
         assert (said is None) if verdict is None else (said is not None and said.startswith("1 of the 1 gradients"))
         assert said is None or start(verdict or "").partition(" and ")[0] in said
 
 
-@pytest.mark.parametrize("check", [before_unscale, check_unscaled, GradTracker.before_step])
+@pytest.mark.parametrize("check", [GradTracker.before_unscale, GradTracker.check_unscaled, GradTracker.before_step])
 def test_nothing_is_judged_where_something_went_unseen(check: Callable[..., object]) -> None:
     tracker, optimizer, (param,) = book(Mark.MIXED)
     assert param.grad is not None

@@ -96,10 +96,6 @@ class GradTracker:
         """Return what is written down about a parameter's gradient. Host only."""
         return self._entries.get(id(param))
 
-    def is_harmless(self, param: Tensor) -> bool:
-        """Whether a gradient that was written or replaced may be taken as the one noted. Syncs: yes."""
-        return self._sums.is_harmless(param)
-
     def knows(self, optimizer: Optimizer) -> bool:
         """Whether the parameters of an optimizer are noted at every backward pass."""
         return optimizer in self._optimizers
@@ -114,7 +110,7 @@ class GradTracker:
         for _, before in self._running():
             before.update(stamps_of(grads))
 
-    def note_running(self, optimizer: Optimizer) -> None:
+    def _note_running(self, optimizer: Optimizer) -> None:
         """Note what a backward pass that is not over has left an optimizer: one may step inside it, from a hook. Host only."""
         for _, before in self._running():
             self._compare(parameters(optimizer), before)
@@ -207,11 +203,78 @@ class GradTracker:
         self._note(touched, mixed, Mark.SCALED)
         return bool(touched)
 
+    def before_unscale(self, optimizer: Optimizer) -> bool:
+        """Refuse gradients that are not exactly what backward passes of scaled losses left; return whether any is known to be scaled.
+
+        Raises:
+            ScalerError: a gradient was edited while scaled, is divided already, is left over, or was never scaled.
+
+        Syncs: only where a gradient is suspicious, to see whether it is zero, or has the values it had, and so is harmless.
+        """
+        if not self.can_judge:
+            return False
+        self._note_running(optimizer)
+        suspects: dict[str, list[int]] = {}
+        unknown, is_scaled, params = [], False, parameters(optimizer)
+        for index, param in enumerate(params):
+            if (grad := param.grad) is None:
+                continue
+            entry = self.entry(param)
+            if entry is not None and entry.mark is Mark.SCALED and entry.stamp.is_current(grad):
+                is_scaled = True
+            elif entry is not None and (verdict := _verdict(entry, grad, self.iteration)):
+                suspects.setdefault(verdict, []).append(index)
+            else:
+                unknown.append(index)
+        edited = suspects.pop(messages.EDITED, [])
+        changed = [index for index in edited if not self._sums.is_harmless(params[index])]
+        is_scaled = is_scaled or len(changed) < len(edited)
+        if changed:
+            suspects[messages.EDITED] = changed
+        for verdict, indices in suspects.items():
+            # Zeroed gradients are harmless beside scaled ones; where none is left, NaN may have been edited to zero.
+            _refuse(optimizer, indices, verdict, zeros_too=verdict is messages.EDITED and not is_scaled)
+        if unknown and not is_scaled and not self.has_loose_ends and (self.passes == 0 or self.knows(optimizer)):
+            _refuse(optimizer, unknown, messages.UNSEEN)
+        return is_scaled
+
+    def check_unscaled(self, optimizer: Optimizer) -> None:
+        """Refuse to apply gradients that were divided and then had scaled ones added: a ScalerError. Syncs: only on the way to it."""
+        if self.can_judge:
+            _refuse(optimizer, self._still_scaled(optimizer, Stamp.is_of), messages.ADDED)
+
     def before_step(self, optimizer: Optimizer) -> None:
         """Refuse a step that was not asked of the scaler, on gradients that are still scaled: a ScalerError. Syncs: only on the way to it."""
         if not self.is_stepping and self.can_judge:
-            self.note_running(optimizer)
-            _refuse(optimizer, _still_scaled(self, optimizer, Stamp.is_current), messages.DIRECT)
+            self._note_running(optimizer)
+            _refuse(optimizer, self._still_scaled(optimizer, Stamp.is_current), messages.DIRECT)
+
+    def _still_scaled(self, optimizer: Optimizer, is_noted: Callable[[Stamp, Tensor], bool]) -> list[int]:
+        """Return the indices of the gradients that were not divided, of those that are the ones noted."""
+        found = [(self.entry(param), param.grad) for param in parameters(optimizer)]
+        return [
+            index
+            for index, (entry, grad) in enumerate(found)
+            if entry and grad is not None and entry.mark is not Mark.UNSCALED and is_noted(entry.stamp, grad)
+        ]
+
+
+def _verdict(entry: Entry, grad: Tensor, iteration: int) -> str | None:
+    if entry.mark is Mark.SCALED:
+        return messages.EDITED
+    if entry.mark is Mark.MIXED:
+        return messages.MIXED if entry.stamp.is_of(grad) else None
+    if entry.iteration == iteration:
+        return messages.TWICE if entry.stamp.is_of(grad) else None
+    return messages.STALE if entry.stamp.is_current(grad) else None
+
+
+def _refuse(optimizer: Optimizer, indices: list[int], verdict: str, zeros_too: bool = False) -> None:
+    params = parameters(optimizer)
+    if not zeros_too:
+        indices = [i for i in indices if (grad := params[i].grad) is not None and bool(real_values(grad).any())]
+    if indices:
+        raise ScalerError(messages.about(optimizer, indices, verdict))
 
 
 def gradients(optimizer: Optimizer) -> list[Tensor]:
@@ -231,73 +294,3 @@ def leaves(root: Node) -> Iterator[Tensor]:
                 yield cast(Tensor, getattr(node, "variable"))  # noqa: B009  # torch declares it nowhere
             else:
                 stack.append(node)
-
-
-def before_unscale(tracker: GradTracker, optimizer: Optimizer) -> bool:
-    """Refuse gradients that are not exactly what backward passes of scaled losses left; return whether any is known to be scaled.
-
-    Raises:
-        ScalerError: a gradient was edited while scaled, is divided already, is left over, or was never scaled.
-
-    Syncs: only where a gradient is suspicious, to see whether it is zero, or has the values it had, and so is harmless.
-    """
-    if not tracker.can_judge:
-        return False
-    tracker.note_running(optimizer)
-    suspects: dict[str, list[int]] = {}
-    unknown, is_scaled, params = [], False, parameters(optimizer)
-    for index, param in enumerate(params):
-        if (grad := param.grad) is None:
-            continue
-        entry = tracker.entry(param)
-        if entry is not None and entry.mark is Mark.SCALED and entry.stamp.is_current(grad):
-            is_scaled = True
-        elif entry is not None and (verdict := _verdict(entry, grad, tracker.iteration)):
-            suspects.setdefault(verdict, []).append(index)
-        else:
-            unknown.append(index)
-    edited = suspects.pop(messages.EDITED, [])
-    changed = [index for index in edited if not tracker.is_harmless(params[index])]
-    is_scaled = is_scaled or len(changed) < len(edited)
-    if changed:
-        suspects[messages.EDITED] = changed
-    for verdict, indices in suspects.items():
-        # Zeroed gradients are harmless beside scaled ones; where none is left, NaN may have been edited to zero.
-        _refuse(optimizer, indices, verdict, zeros_too=verdict is messages.EDITED and not is_scaled)
-    if unknown and not is_scaled and not tracker.has_loose_ends and (tracker.passes == 0 or tracker.knows(optimizer)):
-        _refuse(optimizer, unknown, messages.UNSEEN)
-    return is_scaled
-
-
-def _verdict(entry: Entry, grad: Tensor, iteration: int) -> str | None:
-    if entry.mark is Mark.SCALED:
-        return messages.EDITED
-    if entry.mark is Mark.MIXED:
-        return messages.MIXED if entry.stamp.is_of(grad) else None
-    if entry.iteration == iteration:
-        return messages.TWICE if entry.stamp.is_of(grad) else None
-    return messages.STALE if entry.stamp.is_current(grad) else None
-
-
-def check_unscaled(tracker: GradTracker, optimizer: Optimizer) -> None:
-    """Refuse to apply gradients that were divided and then had scaled ones added: a ScalerError. Syncs: only on the way to it."""
-    if tracker.can_judge:
-        _refuse(optimizer, _still_scaled(tracker, optimizer, Stamp.is_of), messages.ADDED)
-
-
-def _still_scaled(tracker: GradTracker, optimizer: Optimizer, is_noted: Callable[[Stamp, Tensor], bool]) -> list[int]:
-    """Return the indices of the gradients that were not divided, of those that are the ones noted."""
-    found = [(tracker.entry(param), param.grad) for param in parameters(optimizer)]
-    return [
-        index
-        for index, (entry, grad) in enumerate(found)
-        if entry and grad is not None and entry.mark is not Mark.UNSCALED and is_noted(entry.stamp, grad)
-    ]
-
-
-def _refuse(optimizer: Optimizer, indices: list[int], verdict: str, zeros_too: bool = False) -> None:
-    params = parameters(optimizer)
-    if not zeros_too:
-        indices = [i for i in indices if (grad := params[i].grad) is not None and bool(real_values(grad).any())]
-    if indices:
-        raise ScalerError(messages.about(optimizer, indices, verdict))

@@ -18,7 +18,7 @@ from ..formats import as_device
 from ..policy import ScalingConfig
 from . import messages
 from .fused import StepScaling, parameters, step_scaled
-from .grad_tracker import GradTracker, Mark, before_unscale, check_unscaled, gradients
+from .grad_tracker import GradTracker, Mark, gradients
 from .saved import Saved, checked, floor_under, given_scale, pack, unpack
 from .state import AsyncFlag, LastStep, LossScale, ScaleState, next_state
 from .torch_names import TorchNames
@@ -207,7 +207,7 @@ class GradScaler(TorchNames):
 
     def _check(self, optimizer: Optimizer) -> Tensor:
         """Refuse gradients that are not what scaled losses left, and return the scale they carry."""
-        is_scaled = before_unscale(self._tracker, optimizer)
+        is_scaled = self._tracker.before_unscale(optimizer)
         if is_scaled and not self._tracker.knows(optimizer):
             messages.say_hooked(optimizer)
         captured = self._tracker.captured if is_scaled else None
@@ -262,7 +262,7 @@ class GradScaler(TorchNames):
         was_unscaled, divides = state["stage"] is ScalerStage.UNSCALED, is_fused(optimizer)
         if was_unscaled:
             if state.get("passes", self._tracker.passes) != self._tracker.passes:
-                check_unscaled(self._tracker, optimizer)
+                self._tracker.check_unscaled(optimizer)
         elif divides:
             state["captured"] = self._check(optimizer)
             self._check_inf_per_device(optimizer)
