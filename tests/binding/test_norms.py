@@ -108,8 +108,8 @@ def triton_norms(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 def bytes_an_element(kernel: ModuleType, x: Tensor, weight: Tensor, bias: Tensor) -> float:
     with Ops() as seen:
-        out, mean, rstd = kernel.forward(x, [x.shape[-1]], weight, bias, 1e-5)
-        grads = kernel.backward(out, x, [x.shape[-1]], mean, rstd, weight, bias, [True, True, True], 1e-5)
+        out, mean, rstd = kernel.forward(x, [x.shape[-1]], weight, bias, 1e-5, True, x.dtype)
+        grads = kernel.backward(out, x, [x.shape[-1]], mean, rstd, weight, bias, [True, True, True], 1e-5, True)
         assert [grad.to(like.dtype).shape for grad, like in zip(grads, (x, weight, bias), strict=True)] == [
             x.shape, weight.shape, bias.shape
         ]  # fmt: skip
@@ -132,7 +132,7 @@ def test_rms_norms_with_fp32_weights_copy_nothing(triton_norms: ModuleType) -> N
     """What a layer norm takes, but for the sums of a bias."""
     with FakeTensorMode(), torch.no_grad(), spared_host(), Ops() as seen:
         x, weight = torch.empty(4096, 768, device="cuda", dtype=LOW), torch.empty(768, device="cuda")
-        out, mean, rstd = triton_norms.forward(x, [768], weight, None, 1e-6, False)
+        out, mean, rstd = triton_norms.forward(x, [768], weight, None, 1e-6, False, LOW)
         grads = triton_norms.backward(out, x, [768], mean, rstd, weight, None, [True, True, False], 1e-6, False)
         assert rms_norm(x, [768], weight, 1e-6, LOW, True).dtype is LOW
     assert [None if grad is None else grad.shape for grad in grads] == [x.shape, weight.shape, None]
@@ -163,7 +163,7 @@ def test_formulas_of_an_rms_norm_are_its_gradients(shape: tuple[int, ...], affin
     over = list(shape[1:]) if len(shape) == 2 else list(shape[2:])
     x, grad, weight = (torch.randn(s, dtype=torch.float32, requires_grad=True) for s in (shape, shape, over))
     weight = weight if affine else None
-    out, _, rstd = reference.forward(x, over, weight, None, 1e-3, is_centred=False)
+    out, _, rstd = reference.forward(x, over, weight, None, 1e-3, False, FP32)
     want = torch.rms_norm(x.double(), over, None if weight is None else weight.double(), 1e-3)
     eps = torch.finfo(FP32).eps
     torch.testing.assert_close(out.double(), want, rtol=8 * eps, atol=8 * eps)
@@ -190,11 +190,11 @@ def test_what_the_kernel_cannot_read_is_left_to_torch(edit: str, triton_norms: M
     shape = [x.shape[-1]]
     if edit in ("elsewhere", "shape"):
         with pytest.raises(RuntimeError):
-            triton_norms.forward(given[0], shape, given[1], None, 1e-5)
+            triton_norms.forward(given[0], shape, given[1], None, 1e-5, True, LOW)
         return
     for one, other in zip(
-        triton_norms.forward(given[0], shape, given[1], None, 1e-5),
-        reference.forward(given[0], shape, given[1], None, 1e-5), strict=True,
+        triton_norms.forward(given[0], shape, given[1], None, 1e-5, True, LOW),
+        reference.forward(given[0], shape, given[1], None, 1e-5, True, LOW), strict=True,
     ):  # fmt: skip
         assert torch.equal(one, other)
 

@@ -205,8 +205,8 @@ def test_gradients_of_layer_norm_are_those_of_fp64_rounded_once(
     wide = [one.double().requires_grad_() for one in (x, weight, bias) if one is not None]
     out = F.layer_norm(wide[0], size, *wide[1:])
     want = torch.autograd.grad(out, wide, grad.double())
-    _, mean, rstd = cpu.forward(x, size, weight, bias, 1e-5)
-    kept = grad, x, size, mean, rstd, weight, bias, [True, weight is not None, bias is not None], 1e-5
+    _, mean, rstd = cpu.forward(x, size, weight, bias, 1e-5, True, low)
+    kept = grad, x, size, mean, rstd, weight, bias, [True, weight is not None, bias is not None], 1e-5, True
     with torch.no_grad():
         found, theirs = ([one for one in kernel.backward(*kept) if one is not None] for kernel in (cpu, reference))
         for threads in (1, 3, 50):

@@ -153,14 +153,8 @@ def _is_small(x: Tensor, training: bool) -> bool:
 
 
 def _norm(
-    x: Tensor,
-    shape: list[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    is_centred: bool,
-    low: torch.dtype,
-) -> Tensor:
+    x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float, is_centred: bool, low: torch.dtype,
+) -> Tensor:  # fmt: skip
     if not torch.is_grad_enabled():
         return _kernel(x).forward(x, shape, weight, bias, eps, is_centred, low)[0]  # type: ignore[no-any-return]  # likewise
     out: Tensor = _Norm.apply(x, shape, weight, bias, eps, is_centred, low)  # type: ignore[no-untyped-call]  # torch's own
@@ -168,12 +162,11 @@ def _norm(
 
 
 def forward(
-    x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float, is_centred: bool = True,
-    low: torch.dtype | None = None,
+    x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float, is_centred: bool, low: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Normalise `x`, shape (..., *shape), fp16 or bf16, of an RMS norm fp32 too; weight and bias have any floating dtype.
 
-    Where `is_centred` the mean is subtracted (layer norm); `low` is the dtype of the result, that of `x` where it is None.
+    Where `is_centred` the mean is subtracted (layer norm); `low` is the dtype of the result.
 
     Returns:
         Shape of `x`, rounded once; mean (of an RMS norm empty) and 1/std, shape (..., 1).
@@ -183,15 +176,15 @@ def forward(
     if not is_centred:
         wide = x.float()
         rstd = inverse_rms(wide, shape, eps)
-        return torch.rms_norm(wide, shape, as_fp32(weight), eps).to(low or x.dtype), rstd.new_empty(0), rstd
+        return torch.rms_norm(wide, shape, as_fp32(weight), eps).to(low), rstd.new_empty(0), rstd
     given = x if x.is_cpu and weight is not None else x.float()  # the CPU's kernel alone takes two dtypes
     out, mean, rstd = torch.native_layer_norm(given, shape, as_fp32(weight), as_fp32(bias), eps)
-    return out.to(low or x.dtype), mean, rstd
+    return out.to(low), mean, rstd
 
 
 def backward(
     grad: Tensor, x: Tensor, shape: list[int], mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None,
-    mask: list[bool], eps: float, is_centred: bool = True,
+    mask: list[bool], eps: float, is_centred: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Return the gradients of input, weight and bias in fp32, those that `mask` asks for; differentiable. Syncs: no."""
     if not is_centred:

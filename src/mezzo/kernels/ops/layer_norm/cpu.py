@@ -38,11 +38,9 @@ def fits(x: Tensor, shape: list[int], weight: Tensor | None, low: torch.dtype) -
 
 
 def forward(
-    x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float, is_centred: bool = True,
-    low: torch.dtype | None = None,
+    x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float, is_centred: bool, low: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Normalise; arguments and results are those of `reference.forward`. Syncs: no."""
-    low = x.dtype if low is None else low
     if is_centred or not fits(x, shape, weight, low):
         return reference.forward(x, shape, weight, bias, eps, is_centred, low)
     out = torch.empty_like(x, dtype=low, memory_format=torch.contiguous_format)
@@ -55,7 +53,7 @@ def forward(
 
 def backward(
     grad: Tensor, x: Tensor, shape: list[int], mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None,
-    mask: list[bool], eps: float, is_centred: bool = True,
+    mask: list[bool], eps: float, is_centred: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Return the gradients; arguments and results are those of `reference.backward`, that of the input in its dtype. Syncs: no.
 

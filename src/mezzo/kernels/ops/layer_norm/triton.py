@@ -180,11 +180,10 @@ def fits(x: Tensor, shape: list[int], *weights: Tensor | None) -> bool:
 
 
 def forward(
-    x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float, is_centred: bool = True,
-    low: torch.dtype | None = None,
+    x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float, is_centred: bool, low: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Normalise in one launch; arguments and results are those of `reference.forward`. Syncs: no."""
-    if not fits(x, shape, weight, bias) or x.dtype is not (low or x.dtype):
+    if not fits(x, shape, weight, bias) or x.dtype is not low:
         return reference.forward(x, shape, weight, bias, eps, is_centred, low)
     if is_unwatched():
         return _forward(is_centred, x.contiguous(), shape, weight, bias, eps)
@@ -194,7 +193,7 @@ def forward(
 
 def backward(
     grad: Tensor, x: Tensor, shape: list[int], mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None,
-    mask: list[bool], eps: float, is_centred: bool = True,
+    mask: list[bool], eps: float, is_centred: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Return the gradients; arguments and results are those of `reference.backward`, that of the input in its dtype. Syncs: no."""
     if torch.is_grad_enabled() or not fits(x, shape, weight, bias):
