@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mezzo.kernels.weights import AUX_STATE, PIECE, chunks, give_master_, read_master, store_master, sum_of_bits
+from mezzo.kernels.weights import AUX_STATE, CHUNK_NUMEL, chunks, give_master_, read_master, store_master, sum_of_bits
 
-LONG = PIECE + 5
+LONG = CHUNK_NUMEL + 5
 LAYOUTS = {
     "straight": lambda: torch.zeros(LONG),
     "transposed": lambda: torch.zeros(3, LONG // 3).t(),
@@ -32,14 +32,14 @@ def test_each_element_is_met_once(name: str) -> None:
 
 
 def test_pieces_are_small_where_memory_allows() -> None:
-    assert max(piece.numel() for (piece,) in chunks(LAYOUTS["channels last"]())) == PIECE
+    assert max(piece.numel() for (piece,) in chunks(LAYOUTS["channels last"]())) == CHUNK_NUMEL
     assert [piece.numel() for (piece,) in chunks(LAYOUTS["a slice"]())] == [LONG]
 
 
 @pytest.mark.parametrize("same", [True, False])
 def test_tensors_are_taken_in_step(same: bool) -> None:
-    one = torch.randn(3, PIECE, generator=torch.Generator().manual_seed(0))
-    other = torch.empty_like(one) if same else torch.empty(PIECE, 3).t()
+    one = torch.randn(3, CHUNK_NUMEL, generator=torch.Generator().manual_seed(0))
+    other = torch.empty_like(one) if same else torch.empty(CHUNK_NUMEL, 3).t()
     for source, target in chunks(one, other):
         target.copy_(source)
     assert torch.equal(one, other)
@@ -48,7 +48,7 @@ def test_tensors_are_taken_in_step(same: bool) -> None:
 @pytest.mark.parametrize("mode", ["split", "fp32", "kahan", "stochastic"])
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_a_large_master_is_stored_as_a_small_one_is(mode: str, is_transposed: bool) -> None:
-    master = torch.randn(2, PIECE, generator=torch.Generator().manual_seed(0))
+    master = torch.randn(2, CHUNK_NUMEL, generator=torch.Generator().manual_seed(0))
     master = master.t() if is_transposed else master
     weight = torch.empty_like(master, dtype=torch.bfloat16)
     aux = give_master_(mode, weight, master)

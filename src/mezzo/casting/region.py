@@ -79,7 +79,7 @@ class autocast(UnmanagedAutocast):  # the name torch gives it
         CastError: instead of torch's bare dtype mismatch, naming op, module and dtypes.
 
     Syncs: no.
-    Source: SPEC A1-A14; torch.autocast.
+    Source: torch.autocast.
 
     >>> with autocast("cpu", dtype=torch.bfloat16):
     ...     y = torch.ones(2, 2) @ torch.ones(2, 2)

@@ -62,10 +62,10 @@ def _obstacle(backend: str, op: str, device: torch.device, dtype: torch.dtype) -
     if backend in ("fused", "foreach"):
         has_it = has_foreach_norm(device) if backend == "foreach" else device.type in fused_devices()
         return "" if has_it and device.type != "cpu" else f"torch has none for {device.type.upper()}"
-    index = "cpu" if backend == "cpu" else "cuda"
+    needed = "cpu" if backend == "cpu" else "cuda"
     interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
-    if device.type != index and not interpreted:
-        return f"it is for {index.upper()}"
+    if device.type != needed and not interpreted:
+        return f"it is for {needed.upper()}"
     return _missing(backend, op, device)
 
 

@@ -12,8 +12,8 @@ from ..policy import Master
 from .ops.rounding import EndToEnd, compensate, random_bits, random_key, restore, stochastic_round
 from .ops.split import join, split
 
-PIECE = 2**18
-"""Elements in a piece: in fp64 2 MiB, which stays in a core's cache; on an accelerator enough for a launch."""
+CHUNK_NUMEL = 2**18
+"""Elements in a chunk: in fp64 2 MiB, which stays in a core's cache; on an accelerator enough for a launch."""
 AUX_STATE: dict[Master, str] = {"split": "remainder", "fp32": "master", "kahan": "compensation"}
 """What each master mode keeps beside the weight; the names of the entries in an optimizer's state."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -103,11 +103,11 @@ def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield views of the same chunks of tensors of one shape, in the order of their memory; the whole where that differs or has gaps. Syncs: no."""
     first = tensors[0].detach()
     alike = all([tensor.stride() == first.stride() for tensor in tensors])
-    if first.numel() <= PIECE or not alike or not bool(torch.ops.aten.is_non_overlapping_and_dense(first)):
+    if first.numel() <= CHUNK_NUMEL or not alike or not bool(torch.ops.aten.is_non_overlapping_and_dense(first)):
         yield tuple([tensor.detach() for tensor in tensors])
         return
     flat = [tensor.detach().as_strided((first.numel(),), (1,)) for tensor in tensors]
-    yield from zip(*[torch.split(tensor, PIECE) for tensor in flat], strict=True)
+    yield from zip(*[torch.split(tensor, CHUNK_NUMEL) for tensor in flat], strict=True)
 
 
 def sum_of_bits(tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Pieces of the Triton steps: one block of one tensor, from what is stored to fp32 and back.
+"""What the Triton steps are made of: one block of one tensor, from what is stored to fp32 and back.
 
 Precision: 16-bit values are widened exactly, computed on in fp32 and narrowed as split/ and rounding/ define; the same
-arithmetic as native/formats.h and native/masters.h. Only what Triton's interpreter knows is used, so that the kernels
+arithmetic as formats.h and masters.h of the C++ kernels. Only what Triton's interpreter knows is used, so that the kernels
 also run without a GPU.
 """
 
