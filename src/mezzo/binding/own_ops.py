@@ -165,18 +165,15 @@ def _convolved(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None] |
     is_torchs = getattr(module._conv_forward, "__func__", None) is _CONV_FORWARD
     if num_function_modes() or not (is_torchs and casts_to_bf16()):
         return None
-    if module.padding_mode != "zeros" or module.dilation != (1, 1):
-        return None
-    weight, bias = module.weight, module.bias
-    if not all([isinstance(pair, tuple) and len(pair) == 2 for pair in (module.stride, module.padding)]):
-        return None
-    if not has_weight_gradient(x, weight, bias, module.stride, module.padding):
+    weight, bias, pairs = module.weight, module.bias, (module.stride, module.padding)
+    is_plain = module.padding_mode == "zeros" and module.dilation == (1, 1)
+    if not (is_plain and all([isinstance(pair, tuple) and len(pair) == 2 for pair in pairs])):
         return None
     given = (x, weight) if bias is None else (x, weight, bias)
-    if not all([one.dtype in MIXED_DTYPES for one in given]):
+    if not has_weight_gradient(x, weight, bias, *pairs) or any([one.dtype not in MIXED_DTYPES for one in given]):
         return None
-    low = [one.to(torch.bfloat16) for one in given]
-    return low[0], low[1], low[2] if len(low) == 3 else None
+    low = torch.bfloat16
+    return x.to(low), weight.to(low), None if bias is None else bias.to(low)
 
 
 def run_dropout(module: Any, *args: Any, **kwargs: Any) -> Any:
