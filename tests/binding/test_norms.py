@@ -152,7 +152,7 @@ def test_an_rms_norm_of_an_fp32_stream_is_torchs_op_on_an_accelerator(
     forward = hand_written_rms_norm(kind(64)) or kind.forward
     with torch.no_grad(), torch.device("meta"):
         norm, x = kind(64), torch.empty(8, 64, dtype=FP32)
-    low_norm = _low_norm(norm, forward, (x,), {}, LOW, traced=False)
+    low_norm = _low_norm(norm, forward, x, LOW)
     assert low_norm is not None and low_norm(norm, x).dtype is LOW and called[-1:] == [FP32]
 
 

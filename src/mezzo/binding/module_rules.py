@@ -179,9 +179,10 @@ def run_ruled(
             return forward(module, *args, **kwargs)
     low = regions.low_dtype() if precision is Rule.FP32_LOW_OUT else None
     norm = None
-    if low is not None and not is_compiling():
+    is_eager = not (traced or is_compiling())
+    if low is not None and is_eager and len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
         with ModesAside(CastMode, AttentionMode):
-            norm = _low_norm(module, forward, args, kwargs, low, traced)
+            norm = _low_norm(module, forward, args[0], low)
             if norm is not None and num_function_modes() == 0:
                 return norm(module, *args)  # all its ops say their dtype: no region needed
     with regions.region(precision, traced):
@@ -257,22 +258,15 @@ def with_missing_kernels(policy: Policy, model: nn.Module, device_type: str) -> 
 
 
 def _low_norm(
-    module: nn.Module,
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    low: torch.dtype,
-    traced: bool,
+    module: nn.Module, forward: Callable[..., Any], x: Tensor, low: torch.dtype
 ) -> Callable[..., Tensor] | None:
     """Return the form that saves memory in eager mode, of a norm of one tensor that has one."""
-    if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or traced:
-        return None
     if forward is _LAYER_NORM:
-        is_wide = args[0].dtype is torch.float32 and _own_dtype(module) is torch.float32
-        return partial(wide_layer_norm, low) if is_wide else layer_norm if args[0].dtype is low else None
+        is_wide = x.dtype is torch.float32 and _own_dtype(module) is torch.float32
+        return partial(wide_layer_norm, low) if is_wide else layer_norm if x.dtype is low else None
     if forward is _GROUP_NORM:
-        return group_norm if args[0].dtype is low and args[0].is_cpu and module.weight is not None else None
-    return _rms_norm(module, forward, args[0], low) if _own_dtype(module) in (torch.float32, args[0].dtype) else None
+        return group_norm if x.dtype is low and x.is_cpu and module.weight is not None else None
+    return _rms_norm(module, forward, x, low) if _own_dtype(module) in (torch.float32, x.dtype) else None
 
 
 def _rms_norm(

@@ -32,11 +32,7 @@ def is_castable(value: object) -> bool:
 
 
 def in_fp32(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    low: torch.dtype,
-    state: Tensor | None = None,
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], low: torch.dtype, state: Tensor | None
 ) -> Any:
     """Call an op on operands rounded to 16 bit and widened again, outside torch's autocast, and round its floating results to `low`. Syncs: no.
 
