@@ -89,8 +89,21 @@ def spectrum(m: nn.Linear, x: Tensor) -> Tensor:
     )
 
 
+def small_steps(m: nn.Linear, x: Tensor) -> Tensor:
+    y, force = torch.ones_like(low(x)), m(x).detach().abs() + m(x)
+    for _ in range(40):
+        y = y + low(force) * 1e-4
+    return ((y - 1).float() * 100 - 1).square().mean()
+
+
+def bearings(m: nn.Linear, x: Tensor) -> Tensor:
+    north = low(x * 1e-3 + 48.0) * (math.pi / 180)
+    return (10 * m(x).float() + 10 - ((north - north[0]) * 6371).float()).square().mean()
+
+
 SICK = [
     variance_by_moments, versine, long_product, offset, dates, time_steps, phases, distances, advantages, places, spectrum,
+    small_steps, bearings,
 ]  # fmt: skip
 
 

@@ -63,7 +63,7 @@ _TEXTS: dict[str, Callable[[Lint], tuple[str, str]]] = {
         "compute both terms in fp32, with torch.autocast(..., enabled=False) and a model of fp32 weights; or differentiate: torch.func.jvp, torch.autograd.grad.",
     ),
     "amplified-rounding": lambda x: (
-        f"{x.site.op} makes rounding large: its result is {x.what} off what fp32 has, while what it is given is right to what {x.dtype} holds.",
+        f"{x.site.op} makes rounding large: its result is {x.what} off what fp32 has, of numbers that {x.dtype} rounded since the last layer or input.",
         "compute it, and all behind the last layer or input that it is made of, in fp32: x = x.float() there, with torch.autocast(..., enabled=False); or leave out the large part that cancels.",
     ),
     "masked-row": lambda x: (

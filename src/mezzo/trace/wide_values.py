@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -237,10 +236,8 @@ _LINEAR = frozenset({
 """Ops whose gradient does not depend on the values they are given, but for their signs and order."""
 _LOGARITHMS = frozenset({"log", "log2", "log10", "log1p"})
 """Ops whose gradient is right where their argument is."""
-_RIGHT, _WRONG, _SEEN = 1 / 16, 1 / 4, 1 / 8
-"""How far from fp32 what an op is given may lie, and its result must, where it makes rounding large; and how far what comes of it."""
-_TRIED = 4
-"""How often ops by one line are run again in vain."""
+_WRONG, _SEEN = 1 / 4, 1 / 8
+"""How far from fp32 a result must lie where rounding was made large, and what comes of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +263,7 @@ class Amplified:
     """Finds ops that make rounding large (differences of nearly equal numbers, phases, long products) on the way to a loss or a layer.
 
     What layers round, products with weights, is not counted: an op is named where its result is right once all between the last of
-    them, or the input, and it runs in fp32.
+    them, or the input, and it runs in fp32, as it does beside the run.
 
     Attributes:
         found: by line and kernel, where, how far off and in which steps.
@@ -278,9 +275,8 @@ class Amplified:
         self.low = torch.float16
         self._steps: set[int] = set()
         self._errors: StorageNotes[_Error] = StorageNotes()
-        self._recent: deque[Call] = deque(maxlen=64)
+        self._local = WideValues()
         self._weights: StorageNotes[bool] = StorageNotes()
-        self._in_vain: Counter[tuple[str, str]] = Counter()
 
     def model(self, model: nn.Module) -> None:
         """Take note of the weights of a model that is about to run. Syncs: no."""
@@ -291,33 +287,32 @@ class Amplified:
     def see(self, call: Call, site: Site, wide: list[Tensor] | None) -> None:
         """Take in one op and its results in an fp32 run. Syncs: where they are known."""
         if wide is None or site.phase != "forward":
-            forget_results(call, self._errors)
+            forget_results(call, self._errors, self._local)
             return
-        known = [(t, e) for _, t in call.inputs if (e := self._errors.get(call.original(t))) is not None]
-        read, wrong = next(((t, e) for t, e in known if e.site), (None, None))
+        given = [(t, e) for _, t in call.inputs if (e := self._errors.get(call.original(t))) is not None]
+        read, wrong = next(((t, e) for t, e in given if e.site), (None, None))
         has_weight = any(self._weights.get(t) for _, t in call.inputs)
         is_layer = has_weight and is_product(call.func)
         if has_weight and call.facts.name == "to":
             self._weights.note(call.out[0], True)
-        if wrong is not None and is_layer:
+        if wrong is not None and (is_layer or _is_data(call, read, wrong)):
             self._tell(wrong, site.step)
-        for tensor, value in zip(call.out, wide, strict=True):
+        local = None if is_layer else run_in_fp32(call, self._local.known(call))
+        for tensor, value, alone in zip(call.out, wide, local or wide, strict=True):
             error = _Error(_off(tensor, value))
-            if wrong is not None and error.off > _SEEN and not is_layer:
+            if local is None:
+                self._local.forget(tensor)
+            elif wrong is not None and error.off > _SEEN:
                 error = replace(wrong, off=error.off, is_used=wrong.is_used or not _is_linear(call, read))
-            elif error.off > _WRONG and not is_layer and all(e.off < _RIGHT for _, e in known):
-                key = (str(site.frame), call.facts.kernel)
-                if self._in_vain[key] < _TRIED and self._is_right_in_fp32(call, wide):
-                    self.low = next(
-                        (t.dtype for c in (call, *self._recent) for t in c.out if t.dtype in LOW_DTYPES), self.low
-                    )
-                    is_used = not _is_linear(call, None) and call.facts.name not in _LOGARITHMS
-                    error = _Error(error.off, site, key[1], error.off, is_used)
-                else:
-                    self._in_vain[key] += 1
+            elif error.off > _WRONG and _off(alone, value) < min(_SEEN, error.off / 4):
+                self.low = next(
+                    (t.dtype for t in (*call.out, *(t for _, t in call.inputs)) if t.dtype in LOW_DTYPES), self.low
+                )
+                is_used = not _is_linear(call, None) and call.facts.name not in _LOGARITHMS
+                error = _Error(error.off, site, call.facts.kernel, error.off, is_used)
+            if local is not None:
+                self._local.put(tensor, alone)
             self._errors.note(tensor, error)
-        if not is_layer:
-            self._recent.append(call)
 
     def loss(self, loss: Tensor, step: int, of_risks: bool) -> None:
         """Take note of what backward starts from, and whether a wrong value counts where its gradient is right. Host only."""
@@ -334,22 +329,12 @@ class Amplified:
 
     def end_step(self) -> None:
         """Let go of the ops of a step. Host only."""
-        self._recent.clear()
+        self._local = WideValues()
         self._errors.drop_except(StorageNotes())
 
     def _tell(self, error: _Error, step: int) -> None:
         assert error.site is not None  # where it is called
         self.found.setdefault((str(error.site.frame), error.kernel), (error, set()))[1].add(step)
-
-    def _is_right_in_fp32(self, call: Call, wanted: list[Tensor]) -> bool:
-        """Say whether an op's results are those of an fp32 run once the ops before it, but for products, run in fp32. Syncs: yes."""
-        values = WideValues()
-        for before in self._recent:
-            for tensor, value in zip(before.out, run_in_fp32(before, values.known(before)) or (), strict=False):
-                values.put(tensor, value)
-        got = run_in_fp32(call, values.known(call))
-        pairs = () if got is None else zip(call.out, got, wanted, strict=True)
-        return got is not None and all(_off(v, w) < min(_SEEN, _off(t, w) / 4) for t, v, w in pairs)
 
 
 def _off(tensor: Tensor, wide: Tensor) -> float:
@@ -357,6 +342,13 @@ def _off(tensor: Tensor, wide: Tensor) -> float:
     top = float(wide.norm())
     off = float((tensor.detach().to(wide.dtype) - wide).norm()) if 0 < top < math.inf else 0.0
     return off / top if 0 < off < math.inf else 0.0
+
+
+def _is_data(call: Call, read: Tensor | None, error: _Error) -> bool:
+    """Say whether a wrong tensor without a gradient, as a target is, meets what has one. Syncs: no."""
+    has_gradient = torch.is_grad_enabled() and any(call.original(t).requires_grad for _, t in call.inputs)
+    is_whole = read is not None and read.dim() > 0 and error.off > _WRONG
+    return has_gradient and is_whole and read is not None and not call.original(read).requires_grad
 
 
 def _is_linear(call: Call, read: Tensor | None) -> bool:
