@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 from tests.zoo.faulty_forward import Run, functional
+from torch import Tensor
 
 
 def cosine_from_one(dtype: torch.dtype) -> Run:
-    return functional(
-        lambda x: (1e3 - 1e3 * torch.cos(0.04 * x)).square(), dtype, torch.rand(4, 8), scale=256.0
-    )  # FAULT
+    def compute(x: Tensor) -> Tensor:
+        return (1e3 - 1e3 * torch.cos(0.04 * x)).square()  # FAULT
+
+    return functional(compute, dtype, torch.rand(4, 8), scale=256.0)

@@ -35,6 +35,8 @@ OF_ONE = ", behind an op over one number,"
 _HEADROOM = 4.0
 """Squares within two binades of the format's limit are about to overflow."""
 _CLIPS, _SCALER, _OWN_SCALER = "torch/nn/utils/clip_grad.py", "torch/amp/grad_scaler.py", "mezzo/loss_scale/scaler.py"
+_CAUSES = frozenset({"integers-in-16-bit", "buffer-in-16-bit", "finite-difference", "log-of-one-plus"})
+"""Rules that name why an op of the same module makes rounding large."""
 _MOST = 64
 """Lints of one rule that are kept."""
 _LOOKED_AT = 16
@@ -80,12 +82,10 @@ class LintWatch:
     def records(self, *, has_flushed: bool = True) -> tuple[Lint, ...]:
         """Return what was noticed, each line once a rule, given whether fp16 flushed a number of a gradient."""
         is_told = has_flushed or self.of_risks
-        named = {x.site.frame for x in self._found.values()}
-        for site, kernel, off in self.amplified.lasting():
-            if site.frame not in named:
-                self.add("amplified-rounding", site, self.amplified.low, f"{off:.0%}", off, kernel)
         of_ids = {x.site.frame for x in self._found.values() if x.rule == "ids-in-16-bit"}
-        found = [x for x in self._found.values() if is_told or x.rule != "no-loss-scale"]
+        named = {(x.site.root, x.site.module) for x in self._found.values() if x.rule in _CAUSES}
+        amplified = [x for x in self.amplified.lasting() if (x.site.root, x.site.module) not in named][:_MOST]
+        found = [x for x in (*self._found.values(), *amplified) if is_told or x.rule != "no-loss-scale"]
         return tuple(x for x in found if x.rule != "integers-in-16-bit" or x.site.frame not in of_ids)
 
     def add(self, rule: LintRule, site: Site, dtype: torch.dtype, what: str, value: float, kernel: str = "") -> None:

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .._torch import storage_id, tree_map
-from ..formats import LOW_DTYPES
+from ..formats import LOW_DTYPES, dtype_name
 from .fix import edit_of
 from .measure import is_finite, rerun_wide
 from .ops import CASTS, Call, is_product, plain
-from .records import Site
+from .records import Lint, Site
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -246,16 +246,12 @@ class _Error:
 
     Attributes:
         off: norm of the difference over that of the value in fp32.
-        site: of the op that made rounding large; None where none did.
-        kernel: that op, as torch calls it.
-        made_off: how far its result was off.
+        lint: the op that made rounding large; None where none did.
         is_used: whether a gradient depends on what is wrong.
     """
 
     off: float
-    site: Site | None = None
-    kernel: str = ""
-    made_off: float = 0.0
+    lint: Lint | None = None
     is_used: bool = False
 
 
@@ -266,13 +262,11 @@ class Amplified:
     them, or the input, and it runs in fp32, as it does beside the run.
 
     Attributes:
-        found: by line and kernel, where, how far off and in which steps.
-        low: the 16-bit format of the last one.
+        found: by line and kernel, where and how far off, and in which steps.
     """
 
     def __init__(self) -> None:
-        self.found: dict[tuple[str, str], tuple[_Error, set[int]]] = {}
-        self.low = torch.float16
+        self.found: dict[tuple[str, str], tuple[Lint, set[int]]] = {}
         self._steps: set[int] = set()
         self._errors: StorageNotes[_Error] = StorageNotes()
         self._local = WideValues()
@@ -284,13 +278,13 @@ class Amplified:
             if weight.requires_grad and (values := plain(weight)) is not None:
                 self._weights.note(values, True)
 
-    def see(self, call: Call, site: Site, wide: list[Tensor] | None) -> None:
-        """Take in one op and its results in an fp32 run. Syncs: where they are known."""
+    def see(self, call: Call, site: Site, wide: list[Tensor] | None, dtype: torch.dtype) -> None:
+        """Take in one op and its results in an fp32 run, and the 16-bit format met last. Syncs: where they are known."""
         if wide is None or site.phase != "forward":
             forget_results(call, self._errors, self._local)
             return
         given = [(t, e) for _, t in call.inputs if (e := self._errors.get(call.original(t))) is not None]
-        read, wrong = next(((t, e) for t, e in given if e.site), (None, None))
+        read, wrong = next(((t, e) for t, e in given if e.lint), (None, None))
         has_weight = any(self._weights.get(t) for _, t in call.inputs)
         is_layer = has_weight and is_product(call.func)
         if has_weight and call.facts.name == "to":
@@ -305,11 +299,12 @@ class Amplified:
             elif wrong is not None and error.off > _SEEN:
                 error = replace(wrong, off=error.off, is_used=wrong.is_used or not _is_linear(call, read))
             elif error.off > _WRONG and _off(alone, value) < min(_SEEN, error.off / 4):
-                self.low = next(
-                    (t.dtype for t in (*call.out, *(t for _, t in call.inputs)) if t.dtype in LOW_DTYPES), self.low
-                )
                 is_used = not _is_linear(call, None) and call.facts.name not in _LOGARITHMS
-                error = _Error(error.off, site, call.facts.kernel, error.off, is_used)
+                lint = Lint(
+                    rule="amplified-rounding", site=site, kernel=call.facts.kernel, dtype=dtype_name(dtype),
+                    what=f"{error.off:.0%}", value=error.off,
+                )  # fmt: skip
+                error = _Error(error.off, lint, is_used)
             if local is not None:
                 self._local.put(tensor, alone)
             self._errors.note(tensor, error)
@@ -319,13 +314,13 @@ class Amplified:
         self._steps.add(step)
         value = plain(loss)
         error = None if value is None else self._errors.get(value)
-        if error and error.site and (error.is_used or (of_risks and error.site.op in _LOGARITHMS)):
+        if error and error.lint and (error.is_used or (of_risks and error.lint.site.op in _LOGARITHMS)):
             self._tell(error, step)
 
-    def lasting(self) -> list[tuple[Site, str, float]]:
-        """Return where, by which op and how far off, for what came in half of the steps: what is left where a loss is met is rounding. Host only."""
-        told = ((e, steps) for e, steps in self.found.values() if 2 * len(steps) >= len(self._steps))
-        return [(e.site, e.kernel, e.made_off) for e, _ in told if e.site is not None]
+    def lasting(self) -> list[Lint]:
+        """Return what came in half of the steps or more: what is left where a loss is met is rounding. Host only."""
+        found = [lint for lint, steps in self.found.values() if 2 * len(steps) >= len(self._steps)]
+        return sorted(found, key=lambda x: -x.value)
 
     def end_step(self) -> None:
         """Let go of the ops of a step. Host only."""
@@ -333,8 +328,9 @@ class Amplified:
         self._errors.drop_except(StorageNotes())
 
     def _tell(self, error: _Error, step: int) -> None:
-        assert error.site is not None  # where it is called
-        self.found.setdefault((str(error.site.frame), error.kernel), (error, set()))[1].add(step)
+        lint = error.lint
+        assert lint is not None  # where it is called
+        self.found.setdefault((str(lint.site.frame), lint.kernel), (lint, set()))[1].add(step)
 
 
 def _off(tensor: Tensor, wide: Tensor) -> float:
