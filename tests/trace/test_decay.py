@@ -12,7 +12,7 @@ from mezzo.diagnose import TraceReport
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-def decayed(state: Tensor, factor: float, steps: int, *, is_written: bool = False) -> TraceReport:
+def decayed(state: Tensor, factor: float, steps: int, *, is_written: bool = False, is_new: bool = False) -> TraceReport:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with diagnose.trace(model) as t:
@@ -22,13 +22,17 @@ def decayed(state: Tensor, factor: float, steps: int, *, is_written: bool = Fals
             optimizer.step()
             if is_written:  # as gradients are that a clip scales by almost 1
                 state.copy_(torch.ones(()))
-            state.mul_(factor)  # DECAY
+            if is_new:
+                state = state * factor
+            else:
+                state.mul_(factor)
     return t.report
 
 
-@pytest.mark.parametrize(("shape", "steps"), [((), 66), ((4,), 3)])
-def test_a_decay_that_16_bit_rounds_away_is_named(shape: tuple[int, ...], steps: int) -> None:
-    [found] = decayed(torch.full(shape, 0.1, dtype=BF16), 0.9985, steps).findings
+@pytest.mark.parametrize("is_new", [False, True])
+@pytest.mark.parametrize(("shape", "steps"), [((), 67), ((4,), 4)])
+def test_a_decay_that_16_bit_rounds_away_is_named(shape: tuple[int, ...], steps: int, is_new: bool) -> None:
+    [found] = decayed(torch.full(shape, 0.1, dtype=BF16), 0.9985, steps, is_new=is_new).findings
     assert (found.verdict, found.op) == ("lost-update", "mul") and found.frame is not None
 
 
@@ -36,8 +40,12 @@ def test_a_decay_that_16_bit_rounds_away_is_named(shape: tuple[int, ...], steps:
     ("dtype", "factor", "is_written"),
     [(FP32, 0.9985, False), (BF16, 0.9, False), (BF16, 1.0, False), (BF16, 0.9985, True)],
 )
-def test_one_that_moves_or_begins_anew_is_healthy(dtype: torch.dtype, factor: float, is_written: bool) -> None:
-    assert not decayed(torch.full((4,), 0.1, dtype=dtype), factor, 4, is_written=is_written).findings
+@pytest.mark.parametrize("is_new", [False, True])
+def test_one_that_moves_or_begins_anew_is_healthy(
+    dtype: torch.dtype, factor: float, is_written: bool, is_new: bool
+) -> None:
+    state = torch.full((4,), 0.1, dtype=dtype)
+    assert not decayed(state, factor, 4, is_written=is_written, is_new=is_new).findings
 
 
 def test_a_16_bit_table_with_sparse_gradients_is_followed() -> None:

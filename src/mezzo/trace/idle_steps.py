@@ -14,6 +14,7 @@ from ..errors import listed
 from ..optim import parameters
 from .frames import short_line
 from .lint_rules import OF_ONE, LintWatch
+from .lost_updates import FACTORS
 from .measure import amax, rms
 from .ops import plain
 from .records import LintRule, Site
@@ -27,8 +28,6 @@ _FLAT = frozenset({
 """Ops whose slope is 0 everywhere or far out; a mask or a factor of 0 is written on purpose."""
 _STEPS = frozenset({"sign", "sgn", "round", "floor", "ceil", "trunc", "fix"})
 """Those whose slope is 0 everywhere: no training ends there, as a margin that is kept by all rows ends in a clamp."""
-_FACTORS = frozenset({"mul", "div"})
-"""Ops that make a loss 0 by a weight; where another does, it is at its minimum."""
 _LEAST = {
     "scaled-step": 1,
     "cleared-gradients": 1,
@@ -102,7 +101,8 @@ class IdleSteps:
         self, parameter: Tensor, name: str, top: float, zeroed_at: Site | None, constant: Site | None = None
     ) -> None:
         """Take note of a gradient, its largest magnitude, and the op that made it 0 throughout, or is constant. Syncs: no."""
-        is_met = self._losses[-1:] == [0.0] and zeroed_at is not None and zeroed_at.op not in _FACTORS
+        # where no weight of 0 makes it 0, a loss is at its minimum
+        is_met = self._losses[-1:] == [0.0] and zeroed_at is not None and zeroed_at.op not in FACTORS
         zeroed_at = None if is_met else zeroed_at
         self._zeroed_at[id(parameter)] = zeroed_at
         self._brought[id(parameter)] += 1

@@ -20,13 +20,13 @@ from .records import LostUpdate, Site
 from .wide_values import StorageNotes, WideValues, flat, run_in_fp32
 
 ADDITIONS = frozenset({"add", "sub", "lerp", "addcmul", "addcdiv"})
-_FACTORS = frozenset({"mul", "div"})
+FACTORS = frozenset({"mul", "div"})
 _HANDED_ON = frozenset({"where", "clamp", "clamp_min", "clamp_max", "masked_fill"})
 """Ops between two additions that leave most of a state as it is, as the reset of a neuron that spiked."""
 TOLD = 64
 STEPS = 64
 """Additions to one state that are lost one after another: more than a network has layers whose start is small."""
-ELEMENTWISE = ADDITIONS | _HANDED_ON | _FACTORS | {"rsub", "neg", "to", "copy", "clone"}
+ELEMENTWISE = ADDITIONS | _HANDED_ON | FACTORS | {"rsub", "neg", "to", "copy", "clone"}
 """Ops by which a forward computes what a state of its own holds next."""
 _WHOLE = 1 - 2.0**-5
 """Share of a state that is kept from call to call, from which on what is added to it adds up: with less, it comes near where it goes."""
@@ -116,7 +116,7 @@ class UpdateWatch:
     def _see_by_hand(self, call: Call, site: Site, name_of: Callable[[Tensor], str]) -> None:
         """Take in an op outside of modules and optimizers, which adds to 16 bit that no gradient goes through."""
         name = call.facts.name.removeprefix("foreach_")
-        is_update = call.facts.writes and name in ADDITIONS | _FACTORS
+        is_update = call.facts.writes and name in ADDITIONS | FACTORS
         if site.root or not is_update or len(self.lost) >= TOLD or caller()[0] is Owner.MEZZO:
             return
         before = {id(t): kept for _, kept in call.inputs if (t := call.original(kept)) is not kept}

@@ -10,12 +10,22 @@ from torch import Tensor
 
 from ..formats import LOW_DTYPES
 from .frames import Owner, caller
-from .lost_updates import ADDITIONS, ELEMENTWISE, STEPS, TOLD, UpdateWatch, counts_kept_whole, enlarged, row_after
+from .lost_updates import (
+    ADDITIONS,
+    ELEMENTWISE,
+    FACTORS,
+    STEPS,
+    TOLD,
+    UpdateWatch,
+    counts_kept_whole,
+    enlarged,
+    row_after,
+)
 from .ops import Call
 from .records import Site
 from .wide_values import StorageNotes, run_in_fp32
 
-_SUMS = ADDITIONS | {"to", "copy"}
+_SUMS = ADDITIONS | FACTORS | {"to", "copy"}
 """Ops whose result may be what a state holds next."""
 _KEPT = 4
 """Lines whose results one value is followed from."""
