@@ -128,7 +128,9 @@ def test_a_policy_in_any_form_is_kept_as_text(given: Any, tmp_path: Path) -> Non
 
 
 def test_the_learning_rate_depends_on_where_the_weights_come_from() -> None:
-    assert TrainConfig().learning_rate == 1e-3
+    found = {hidden: TrainConfig(hidden=hidden, heads=2).learning_rate for hidden in (16, 64, 128, 256)}
+    assert found == {16: 1e-3, 64: 1e-3, 128: 5e-4, 256: 2.5e-4}  # at 1e-3 the model of 256 ends at chance
+    assert TrainConfig().learning_rate == found[256] and TrainConfig(lr=1e-3).learning_rate == 1e-3
     assert TrainConfig(model="bert").learning_rate == 3e-5
     assert TrainConfig(model="bert", lr=2e-5).learning_rate == 2e-5
 

@@ -17,7 +17,7 @@ from .text_files import is_text
 REVIEWS = "reviews"
 """The name of the built-in data set."""
 PRETRAINED_LR = 3e-5
-SCRATCH_LR = 1e-3
+SCRATCH_LR, SCRATCH_WIDTH = 1e-3, 64
 WARMUP = 0.1
 SCHEDULES = (
     "constant",
@@ -69,7 +69,7 @@ class TrainConfig:
         per_rank: `batch_size` is that of each rank.
         micro_batches: micro-batches that a batch is run in, one after the other and on the ranks at once; 0 is one for each rank.
         epochs: passes over the training rows.
-        lr: peak learning rate; left out, 3e-5 with `model` and 1e-3 from random weights.
+        lr: peak learning rate; left out, 3e-5 with `model`, and from random weights 1e-3 for a width of 64 or less, 1e-3 * 64 / `hidden` beyond.
         schedule: of the learning rate, by its name in the transformers library: "constant", "constant_with_warmup", "linear",
             "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt".
         warmup: share of the updates over which the learning rate rises, for schedules that have it; left out, 0.1.
@@ -184,7 +184,7 @@ class TrainConfig:
         """The peak learning rate that holds."""
         if self.lr is not None:
             return self.lr
-        return SCRATCH_LR if self.model is None else PRETRAINED_LR
+        return SCRATCH_LR * min(1.0, SCRATCH_WIDTH / self.hidden) if self.model is None else PRETRAINED_LR
 
     @property
     def warmup_share(self) -> float:
@@ -261,6 +261,6 @@ class TrainConfig:
 def demo_config(out: Path, *, amp: bool) -> TrainConfig:
     """Return the short `reviews` training that `mezzo demo` runs in fp32 and in mixed precision."""
     return TrainConfig(
-        out=out, amp=amp, overwrite=True, schedule="linear", max_norm=1.0, vocab_size=8000, hidden=128, heads=2, dropout=0.3, token_dropout=0.4, max_length=160,
+        out=out, amp=amp, overwrite=True, lr=1e-3, schedule="linear", max_norm=1.0, vocab_size=8000, hidden=128, heads=2, dropout=0.3, token_dropout=0.4, max_length=160,
         batch_size=64, epochs=4, ema=0.995, eval_every=438,  # every second epoch: earlier ones differ by noise
     )  # fmt: skip
