@@ -102,6 +102,19 @@ def test_a_run_without_loss_scale_has_no_empty_panel(tmp_path: Path) -> None:
     assert drawn.shape[0] < 800 and not (drawn == (44, 160, 44)).all(-1).any()
 
 
+def test_a_tracker_that_cannot_begin_says_why_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("HOME", str(tmp_path))  # where nobody has logged in
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError) as refusal, tracking("wandb", tmp_path):
+        pytest.fail("it began")
+    wandb.teardown()
+    said = str(refusal.value)
+    assert said.startswith("--tracker wandb cannot begin: No API key configured.") and "\n" not in said
+    assert said.endswith("With WANDB_MODE=offline in the environment its numbers stay in the run's folder.")
+
+
 def test_numbers_reach_a_run_of_wandb_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")

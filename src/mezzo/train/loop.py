@@ -14,6 +14,7 @@ from torch import nn
 
 from .. import Policy, keep_memory, prepare
 from ..errors import CheckpointError, ConfigError, check_given, listed
+from ..extras import check_installed
 from .checkpoint import check_same_run, check_whole, load_checkpoint, reading, write_json, writing
 from .config import TrainConfig
 from .data import Corpus, load_corpus
@@ -177,6 +178,8 @@ def _run(config: TrainConfig, folder: RunFolder, world: DistContext, held: ExitS
     _check_folder(config, folder)
     if world.is_first:
         _check_writable(folder.path)
+        if config.tracker != "none":
+            check_installed(f"--tracker {config.tracker}", [config.tracker])
     corpus = load_corpus(config)
     state = _saved_state(config, folder, corpus) if config.resume else None
     torch.manual_seed(config.seed)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError, first_line
 from ..extras import check_installed
 from ..files import BestEffort
 from .checkpoint import write_whole, writing
@@ -177,7 +177,7 @@ def tracking(name: str, folder: Path) -> Iterator[Track]:
             folder with WANDB_MODE=offline; "none" forgets them.
         folder: of the run.
 
-    Raises: ConfigError: the library is not installed. Writes: files of the tracker.
+    Raises: ConfigError: the library is not installed, or cannot begin. Writes: files of the tracker.
     """
     if name == "none":
         yield lambda step, numbers: None
@@ -186,7 +186,14 @@ def tracking(name: str, folder: Path) -> Iterator[Track]:
     if name == "wandb":
         import wandb
 
-        with wandb.init(project="mezzo", name=folder.name, dir=str(folder)) as run:
+        try:
+            started = wandb.init(project="mezzo", name=folder.name, dir=str(folder))
+        except Exception as error:  # nobody logged in, no network: as many kinds as causes
+            raise ConfigError(
+                f"--tracker wandb cannot begin: {first_line(error)}. With WANDB_MODE=offline in the environment its numbers "
+                "stay in the run's folder."
+            ) from None
+        with started as run:
             yield lambda step, numbers: run.log(dict(numbers), step=step)
         return
     from torch.utils.tensorboard.writer import SummaryWriter
