@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -72,3 +73,27 @@ def test_a_second_clip_returns_the_norm_that_the_first_left() -> None:
     accelerator.backward(F.cross_entropy(model(x), y))
     assert norm(accelerator, model, 0.05) > 0.05
     assert norm(accelerator, model, float("inf")).item() == pytest.approx(0.05, rel=1e-3)
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16, scaling=1024", "fp16-master, scaling=1024"])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0])
+def test_gradients_that_no_optimizer_steps_and_that_carry_the_loss_scale_do_not_count(
+    policy: str, norm_type: float
+) -> None:
+    """As of layers that were unfrozen, and are in `model.parameters()`: their norm times the scale clipped all others to nothing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    twin, x, y = copy.deepcopy(model), torch.randn(16, 8), torch.randint(0, 4, (16,))
+    F.cross_entropy(twin(x), y).backward()
+    counted = twin.parameters() if policy == "bf16" else twin[2].parameters()
+    wanted = torch.nn.utils.clip_grad_norm_(counted, 0.05, norm_type)
+    accelerator = Accelerator(policy=policy, cpu=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    before = [p.detach().clone().float() for p in model[2].parameters()]
+    accelerator.backward(F.cross_entropy(model(x), y))
+    found = accelerator.clip_grad_norm_(model.parameters(), 0.05, norm_type)
+    torch.testing.assert_close(found, wanted, rtol=0.03, atol=0)
+    optimizer.step()
+    for p, was, other in zip(model[2].parameters(), before, twin[2].parameters(), strict=True):
+        torch.testing.assert_close(was - p.float(), 0.1 * other.grad, rtol=0.1, atol=2e-3)

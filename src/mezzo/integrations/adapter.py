@@ -221,7 +221,7 @@ class Adapter:
         _check_bound("max_norm", max_norm)
         if not is_one_of(norm_type, ("inf",)) and not is_number(number_of(norm_type), -float("inf"), float("inf")):
             raise StepError(f"clipping was given norm_type={shown(norm_type)}: write a number, as 2, or float('inf').")
-        params = _with_grads(parameters)
+        params = self._counted(parameters)
         owner = self._owner(params) if norm_type == 2 else None
         if owner is None:
             self.show_clipped()
@@ -235,7 +235,7 @@ class Adapter:
     def clip_value(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clamp the gradients of parameters to a value in both directions. Syncs: no."""
         _check_bound("clip_value", clip_value)
-        params = _with_grads(parameters)
+        params = self._counted(parameters)
         owner = self._owner(params)
         if owner is None:
             self.show_clipped()
@@ -287,6 +287,14 @@ class Adapter:
         if self.trains and state != {}:
             self.stepper.load_state_dict(state)
         self._saved = {} if self.trains else state
+
+    def _counted(self, given: Iterable[Tensor] | Tensor) -> list[Tensor]:
+        """Return the parameters that a clip was given and that have a gradient: of those that carry the loss scale only what an optimizer steps. Host only."""
+        params = _with_grads(given)
+        if self.stepper.policy.scaling is None:
+            return params
+        stepped = {id(p) for optimizer in self.stepper.optimizers for p in parameters(optimizer)}
+        return [p for p in params if id(p) in stepped]
 
     def _owner(self, params: Sequence[Tensor]) -> Optimizer | None:
         """Return the optimizer whose next step can clip these gradients: all of its own and no other, looked at or clipped by nobody; else None."""
