@@ -289,26 +289,19 @@ class Adapter:
         self._saved = {} if self.trains else state
 
     def _counted(self, given: Iterable[Tensor] | Tensor) -> list[Tensor]:
-        """Return the parameters that a clip was given and that have a gradient: of those that carry the loss scale only what an optimizer steps. Host only."""
-        params = _with_grads(given)
-        if self.stepper.policy.scaling is None:
-            return params
+        """Return the parameters with a gradient of those that a clip was given, under a loss scale only those that are stepped; a StepError for what is none."""
+        params = list(given) if isinstance(given, Iterable) and not isinstance(given, Tensor) else [given]
+        if wrong := [p for p in params if not isinstance(p, Tensor)]:
+            raise StepError(f"clipping was given {kind_of(wrong[0])} in place of parameters: write model.parameters().")
         stepped = {id(p) for optimizer in self.stepper.optimizers for p in parameters(optimizer)}
-        return [p for p in params if id(p) in stepped]
+        is_scaled = self.stepper.policy.scaling is not None
+        return [p for p in params if p.grad is not None and (id(p) in stepped or not is_scaled)]
 
     def _owner(self, params: Sequence[Tensor]) -> Optimizer | None:
         """Return the optimizer whose next step can clip these gradients: all of its own and no other, looked at or clipped by nobody; else None."""
         asked = {id(p) for p in params}
         own = (o for o in self.stepper.optimizers if asked == {id(p) for p in parameters(o) if p.grad is not None})
         return next((o for o in own if not self._is_shown and id(o) not in self._clips), None)
-
-
-def _with_grads(given: Iterable[Tensor] | Tensor) -> list[Tensor]:
-    """Return the parameters that a clip was given and that have a gradient; a StepError for what is none. Host only."""
-    params = list(given) if isinstance(given, Iterable) and not isinstance(given, Tensor) else [given]
-    if wrong := [p for p in params if not isinstance(p, Tensor)]:
-        raise StepError(f"clipping was given {kind_of(wrong[0])} in place of parameters: write model.parameters().")
-    return [p for p in params if p.grad is not None]
 
 
 def _check_bound(name: str, bound: object) -> None:
