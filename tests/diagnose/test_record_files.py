@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -64,3 +64,12 @@ def test_groups_that_were_added_since_the_snapshot_are_said(tmp_path: Path) -> N
         DataError, match="step 1 was taken with 2 parameter groups, and the optimizers that build returned have 1"
     ):
         mezzo.replay(tmp_path / "run", 1, build)
+
+
+def test_memory_that_runs_out_is_not_told_as_a_damaged_file(tmp_path: Path) -> None:
+    def load(file: BinaryIO) -> Any:
+        raise torch.OutOfMemoryError("planted")
+
+    train(tmp_path / "run", batches(1))
+    with pytest.raises(torch.OutOfMemoryError, match="planted"):
+        step_data.read(min((tmp_path / "run").rglob("*.step")), load=load)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -82,6 +84,56 @@ def test_a_first_step_that_finds_no_memory_leaves_no_state_half_made(kind: str, 
                 assert_same(everything(one), everything(twin))
         at += 1
     assert at > 3
+
+
+@pytest.mark.parametrize("policy", ["bf16-master", "fp16-master, scaling=128"])
+@pytest.mark.parametrize("kind", ["AdamW", "mezzo", "RMSprop"])
+def test_a_release_that_finds_no_memory_is_asked_for_again(kind: str, policy: str) -> None:
+    """The hooks that have masters follow weights which are loaded were gone after the first."""
+    x, at = torch.randn(4, 8), 0
+    while True:
+        amp, twin, no_memory = prepared(kind, policy), prepared(kind, policy), NoMemory(at)
+        for one in (amp, twin):
+            backward(one, x)
+            one.step()
+        with no_memory, suppress(torch.OutOfMemoryError):
+            amp.release()
+        if no_memory.left >= 0:
+            break
+        if next(amp.model.parameters()).dtype is not torch.float32:
+            for one in (amp, twin):
+                one.model.load_state_dict({k: v.float() + 1 / 3 for k, v in one.model.state_dict().items()})
+        amp.release()
+        twin.release()
+        assert all(map(torch.equal, amp.model.parameters(), twin.model.parameters()))
+        for one, other in zip(*(run.optimizers[0].state.values() for run in (amp, twin)), strict=True):
+            assert_same(
+                {k: torch.as_tensor(v) for k, v in one.items()}, {k: torch.as_tensor(v) for k, v in other.items()}
+            )
+        at += 1
+    assert at > 3
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16-master", "fp16-master, scaling=128"])
+@pytest.mark.parametrize("kind", ["AdamW", "mezzo", "RMSprop"])
+def test_a_load_that_finds_no_memory_does_not_blame_the_checkpoint(kind: str, policy: str) -> None:
+    x, other, at = torch.randn(4, 8), prepared(kind, policy), 0
+    backward(other, x)
+    other.step()
+    saved = copy.deepcopy(other.state_dict())
+    amp = prepared(kind, policy)
+    backward(amp, -x)
+    amp.step()
+    before = everything(amp)
+    while True:
+        with NoMemory(at) as no_memory, suppress(torch.OutOfMemoryError):
+            amp.load_state_dict(saved)
+        if no_memory.left >= 0:
+            break
+        assert_same(everything(amp), before)
+        at += 1
+    assert at > 3
+    assert_same(everything(amp), everything(other))
 
 
 class Ends(TorchDispatchMode):

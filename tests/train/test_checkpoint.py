@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from tests.train.small import tiny
 from tests.train.test_tokens import texts
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzo.errors import CheckpointError, DataError
 from mezzo.train import checkpoint as saving
@@ -171,6 +172,23 @@ def test_a_checkpoint_that_was_saved_without_sums_is_read(tmp_path: Path) -> Non
         assert torch.equal(saving.load_checkpoint(tmp_path / "x")["weights"], STATE["weights"])
     finally:
         torch.serialization.set_crc32_options(True)
+
+
+class NoMemory(TorchDispatchMode):
+    def __torch_dispatch__(self, op: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise torch.OutOfMemoryError("planted")
+
+
+def test_memory_that_runs_out_is_not_told_as_a_checkpoint_to_be_thrown_away(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    saving.save_checkpoint(path, STATE)
+    with NoMemory(), pytest.raises(torch.OutOfMemoryError, match="planted"):
+        saving.load_checkpoint(path)
+    with NoMemory(), pytest.raises(torch.OutOfMemoryError, match="planted"), saving.reading(path):
+        torch.zeros(1)
+    with NoMemory(), pytest.raises(torch.OutOfMemoryError, match="planted"):
+        saving.write_whole(path, lambda file: torch.zeros(1))
+    assert saving.load_checkpoint(path)["labels"] == ["a", "b"]
 
 
 def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:

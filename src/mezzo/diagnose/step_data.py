@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from ..errors import DataError
+from ..errors import DataError, is_out_of_memory
 
 _MARK = b"crc32"
 """Stands before the checksum; files of earlier records end without both."""
@@ -108,4 +108,6 @@ def read(path: Path, layout: Any = object, load: Callable[[BinaryIO], Any] = lam
                 )
             return data
     except Exception as failure:  # whatever a damaged file makes of the unpickler
+        if is_out_of_memory(failure):
+            raise
         raise DataError(f"{str(path)!r} cannot be read as a record: {failure}") from failure

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..errors import CheckpointError, MezzoError, first_line, interrupt_in, kind_of
+from ..errors import CheckpointError, MezzoError, first_line, interrupt_in, is_out_of_memory, kind_of
 from ..files import as_path, move_into_place
 from ..kernels import is_dtensor, like_dtensor, local
 from ..optim import parameters
@@ -185,6 +185,8 @@ def _check_read_back(name: str, tensor: Tensor) -> None:
     try:
         torch.empty(tensor.shape, dtype=tensor.dtype).copy_(_unpacked(_packed(tensor)))
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise CheckpointError(
             f"save_checkpoint was given {name}, a {type(tensor).__name__}, which load_checkpoint could not read: {first_line(error)}. "
             "Write torch.save(amp.state_dict(), file)."

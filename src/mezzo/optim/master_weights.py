@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._torch import has_load_hooks, is_fused
-from ..errors import ConfigError, MasterError, StepError, did_you_mean, first_line, shown
+from ..errors import ConfigError, MasterError, StepError, did_you_mean, first_line, is_out_of_memory, shown
 from ..formats import describe, is_one_of
 from ..kernels import AUX_STATE, ScaledGradients
 from ..loss_scale import StepScaling, handing, parameters
@@ -237,6 +237,8 @@ class MasterWeights(HasMasters):
                 type(self.inner).load_state_dict(self.inner, {**state_dict, "state": rest, "param_groups": groups})
             except Exception as error:  # torch has put both in place when it looks into them
                 vars(self.inner).update(kept_own)
+                if is_out_of_memory(error):
+                    raise
                 what = f"is refused by {type(self.inner).__name__}: {first_line(error)}"
                 refuse(f"state of {type(self).__name__}", what)
         self._rekey({fp32_param: p for p, fp32_param in self.masters.fp32_params.items()})

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..errors import CheckpointError, first_line, listed, shown
+from ..errors import CheckpointError, first_line, is_out_of_memory, listed, shown
 from ..formats import LOW_DTYPES, describe, dtype_name, extremes, is_number, number_of
 from ..kernels import AUX_STATE, aux_dtype, local, misplaced
 from ..loss_scale import parameters
@@ -246,4 +246,6 @@ def _check_torch(
             )
             step()
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         refuse(f"{part}.param_groups", f"{what}: {first_line(error)}")

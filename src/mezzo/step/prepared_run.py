@@ -207,9 +207,9 @@ class PreparedRun:
         Writes: classes, forward and storage of the model; state and hooks of the optimizers. Syncs: with the last step.
         """
         self._engine.drop(set_to_none=True)
-        self._engine.load_hooks.remove()
         original = self._engine.original
         release_(self.model, self.optimizers, original)
+        self._engine.load_hooks.remove()  # last: masters follow what is loaded where memory ran out before
         self.optimizers = original.optimizers
         self._engine = cast(Engine, Released())
         del self._forward_hook

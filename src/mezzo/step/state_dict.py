@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..binding import innermost, uncompiled
-from ..errors import CheckpointError, PolicyError, StepError, did_you_mean, listed, shown
+from ..errors import CheckpointError, PolicyError, StepError, did_you_mean, is_out_of_memory, listed, shown
 from ..formats import LOW_DTYPES, SMALLEST, dtype_name, extremes, is_count, is_number, overflowing, parse_dtype
 from ..kernels import AUX_STATE, read_master
 from ..loss_scale import LossScale
@@ -190,6 +190,8 @@ def _load_plain(optimizer: Optimizer, entry: Mapping[str, Any]) -> None:
     try:
         optimizer.load_state_dict(_for_plain(optimizer, entry))
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise CheckpointError(
             f"{type(optimizer).__name__}.load_state_dict refuses what was saved: {error} Nothing was loaded."
         ) from error

@@ -15,7 +15,7 @@ from zipfile import ZipFile
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, MezzoError, first_line, interrupt_in, listed
+from ..errors import CheckpointError, MezzoError, first_line, interrupt_in, is_out_of_memory, listed
 from ..files import flush_to_disk, write_atomically
 from .config import TrainConfig
 from .model import quiet
@@ -35,6 +35,8 @@ def writing(path: Path) -> Iterator[None]:
     except (OSError, RuntimeError) as error:  # torch.save wraps a full disk, and Ctrl-C, in a RuntimeError
         if interrupt := interrupt_in(error, handled):
             raise interrupt from None
+        if is_out_of_memory(error):
+            raise
         cause = error if isinstance(error, OSError) else error.__context__
         reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else first_line(error)
         kept = "; the one before it is kept" if path.exists() and not isinstance(cause, NotADirectoryError) else ""
@@ -72,6 +74,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     except PermissionError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}. Have its owner let you read it.") from None
     except Exception as error:  # torch.load raises many kinds
+        if is_out_of_memory(error):
+            raise  # of a whole checkpoint, which is to be kept
         raise CheckpointError(
             f"{path} is not a checkpoint that can be read: {first_line(error)}. Bring back a whole one, or start again with --overwrite."
         ) from None
@@ -102,6 +106,8 @@ def reading(path: Path) -> Iterator[None]:
     except MezzoError:
         raise
     except Exception as error:  # as many kinds as there are ways to be damaged
+        if is_out_of_memory(error):
+            raise
         raise CheckpointError(
             f"{path} is damaged: {type(error).__name__}: {first_line(error)}. Bring back a whole one, or start again with --overwrite."
         ) from error

@@ -15,7 +15,7 @@ from urllib.request import getproxies
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError, check_given, first_line
+from ..errors import ConfigError, check_given, first_line, is_out_of_memory
 from ..formats import memory_bytes
 from .config import TrainConfig
 from .train_result import RunFolder
@@ -110,6 +110,8 @@ def load_model(name: str | Path, labels: Sequence[str] | None = None) -> nn.Modu
                 name, dtype=torch.float32, ignore_mismatched_sizes=labels is not None, **changes
             )
     except Exception as error:  # pickled weights, a damaged file, a kind without a classifier, ...
+        if is_out_of_memory(error):
+            raise
         raise ConfigError(
             f"the model {name!r} cannot be loaded: {first_line(error)}. "
             "Write the path of a model folder, or a hub name on a machine that reaches the hub."
@@ -277,6 +279,8 @@ def load_tokenizer(name: str | Path) -> Any:
             check_reachable(name)
             return AutoTokenizer.from_pretrained(name)
     except Exception as error:  # a damaged file has many kinds
+        if is_out_of_memory(error):
+            raise
         raise ConfigError(
             f"no tokenizer for the model {name!r}: {first_line(error)}. "
             "Write the path of a folder that holds one, or a hub name on a machine that reaches the hub."
