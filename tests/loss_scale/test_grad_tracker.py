@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
+from mezzo.errors import ScalerError
+from mezzo.loss_scale import GradScaler
 from mezzo.loss_scale.grad_tracker import GradTracker, Mark, gradients, leaves
 
 
@@ -122,3 +125,28 @@ def test_gradients_come_in_the_order_of_the_parameters() -> None:
     params[2].grad, params[0].grad = torch.ones(1), torch.zeros(1)
     found = gradients(torch.optim.SGD([{"params": params[:1]}, {"params": params[1:]}]))
     assert [id(g) for g in found] == [id(params[0].grad), id(params[2].grad)]
+
+
+@pytest.mark.parametrize("change", ["to", "load"])
+def test_weights_that_torch_swaps_are_swapped_after_a_step(change: str) -> None:
+    """torch swaps no weight that somebody refers to, and the tracker went on referring to each."""
+    model = nn.Linear(2, 1)
+    optimizer, scaler = torch.optim.AdamW(model.parameters()), GradScaler("cpu")
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        for _ in range(4):
+            optimizer.zero_grad()
+            if change == "to":
+                model.double().float()
+            else:
+                model.load_state_dict(copy.deepcopy(model.state_dict()))
+            scaler.scale(model(torch.ones(1, 2)).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    optimizer.zero_grad()
+    scaler.scale(model(torch.ones(1, 2)).square().mean()).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    with pytest.raises(ScalerError, match="changed"):
+        scaler.step(optimizer)

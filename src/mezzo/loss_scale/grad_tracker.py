@@ -49,7 +49,7 @@ class GradTracker:
 
     A hook on each scaled loss notes every known gradient when its backward pass starts and compares when it ends.
     Known are the parameters of optimizers the scaler has met, and the leaves of the graphs it walked: those of the
-    first iteration, and of any that follows one in which an optimizer came or went. What is not known is not judged.
+    first iteration, of any in which an optimizer comes or goes, and of the next. What is not known is not judged.
 
     Attributes:
         passes: backward passes of scaled losses since the last `update`.
@@ -82,8 +82,9 @@ class GradTracker:
         if torch.compiler.is_compiling() or output.grad_fn is None:
             self.is_blind = True
         elif not self.is_off:
-            if self._is_exploring:
-                self._leaves.update((id(leaf), weakref.ref(leaf)) for leaf in leaves(output.grad_fn))
+            if self._is_exploring or len(self._optimizers) != self._num_optimizers:
+                known = self._optimized()  # of which nothing is held: torch swaps no weight that somebody refers to
+                self._leaves.update((id(p), weakref.ref(p)) for p in leaves(output.grad_fn) if id(p) not in known)
                 self._known = None
             output.register_hook(partial(self._begin, captured))  # type: ignore[no-untyped-call]  # torch's
 
@@ -135,8 +136,8 @@ class GradTracker:
         self._is_exploring = len(self._optimizers) != self._num_optimizers
         if self._is_exploring:
             self._num_optimizers = len(self._optimizers)
-            alive = {id(param) for param in self._parameters()}
-            self._leaves = {key: leaf for key, leaf in self._leaves.items() if key in alive}
+            alive, known = {id(param) for param in self._parameters()}, self._optimized()
+            self._leaves = {key: leaf for key, leaf in self._leaves.items() if key in alive and key not in known}
             self._entries = {key: entry for key, entry in self._entries.items() if key in alive}
             self._known = None
 
@@ -144,10 +145,11 @@ class GradTracker:
         """Return what is known: looked up once an iteration, and held no longer than that."""
         if self._known is None:
             known = {key: leaf for key, ref in self._leaves.items() if (leaf := ref()) is not None}
-            for optimizer in self._optimizers:
-                known.update({id(param): param for param in parameters(optimizer)})
-            self._known = list(known.values())
+            self._known = list({**known, **self._optimized()}.values())
         return self._known
+
+    def _optimized(self) -> dict[int, Tensor]:
+        return {id(param): param for optimizer in self._optimizers for param in parameters(optimizer)}
 
     def _note(self, grads: list[tuple[int, Tensor]], marks: Mapping[int, Mark], mark: Mark) -> None:
         """Write down gradients, by the ids of their parameters, as what `marks` says of each, or else `mark`."""
