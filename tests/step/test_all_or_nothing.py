@@ -153,6 +153,30 @@ class TestAPrepareThatRaises:
         assert model.__dict__["forward"] is own and type(model) is nn.Linear
 
 
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.strided])
+@pytest.mark.parametrize("is_fit", [True, False])
+def test_a_model_with_a_weight_of_another_layout(
+    layout: torch.layout, is_fit: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sparse one has no address: what was stored anew could not be told, and nothing was put back."""
+    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(4, 2))
+    weight = nn.Parameter(model[0].weight.detach().to_sparse() if layout is torch.sparse_coo else model[0].weight)
+    model[0].weight = weight
+    wanted = [weight.detach().to_dense().clone(), model[1].weight.detach().clone()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if is_fit:
+        amp = mezzo.prepare(model, optimizer, "bf16-master")
+        assert weight.dtype is (torch.float32 if layout is torch.sparse_coo else torch.bfloat16)
+        amp.release()
+    else:
+        monkeypatch.setattr(prepare_module, "Stepper", lambda *a, **k: (_ for _ in ()).throw(ValueError("planted")))
+        with pytest.raises(ValueError, match="planted"):
+            mezzo.prepare(model, optimizer, "bf16-master")
+    assert model[0].weight is weight and weight.layout is layout
+    assert all(torch.equal(m.weight.detach().to_dense(), w) for m, w in zip(model, wanted, strict=True))
+    assert all(type(m) is nn.Linear for m in model)
+
+
 class TestPreparedTwice:
     @pytest.mark.parametrize("second", ["whole", "part", "optimizer"])
     def test_it_is_refused(self, second: str) -> None:

@@ -264,7 +264,10 @@ def storage_targets(model: nn.Module, policy: Policy, optimizers: Sequence[Optim
                 policy.params in LOW_DTYPES
                 and (is_matmul_like(class_names(module)) or _is_lstm_on_cpu(module, p))
                 and not (is_sparse(module) or _is_spectral(module))
-                and (not optimizers or (p.requires_grad and p in trained))
+                and (
+                    not optimizers
+                    or (p.requires_grad and p in trained and p.layout is torch.strided and not p.is_nested)
+                )
             ):
                 targets.setdefault(p, policy.params)
             elif cannot_split:

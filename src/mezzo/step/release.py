@@ -84,11 +84,16 @@ def remember_weights(model: nn.Module, was: Original) -> Callable[[], None]:
     values = {p: p.detach() for p in was.dtypes}
 
     def put_back() -> None:
-        moved = {p: v for p, v in values.items() if p.data_ptr() != v.data_ptr() or p.dtype != v.dtype}
-        store_(model, moved)
+        stored = {p: v for p, v in values.items() if p.dtype is not v.dtype or _address(p) != _address(v)}
+        store_(model, stored)
         _give_grad_dtypes_back({p: grad_dtype for p, (_, grad_dtype) in was.dtypes.items()})
 
     return put_back
+
+
+def _address(tensor: Tensor) -> int:
+    """Return where a tensor lies; 0 for a sparse or nested one, which is stored elsewhere only in another dtype. Host only."""
+    return tensor.data_ptr() if tensor.layout is torch.strided and not tensor.is_nested else 0
 
 
 def _give_grad_dtypes_back(dtypes: Mapping[Tensor, torch.dtype | None]) -> None:
