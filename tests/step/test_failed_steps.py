@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from typing import Any
