@@ -27,7 +27,6 @@ TRACED = """
 import json
 import gpu_model
 import torch
-from tests.bench.script import FOLDER, load_script
 import mezzo
 from mezzo.bench import find_workload
 from mezzo.kernels import spared_host

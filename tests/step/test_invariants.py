@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import mezzo
 from mezzo.errors import DistributedError, InvariantError
-from mezzo.kernels.weights import PIECE
+from mezzo.kernels.weights import CHUNK_NUMEL
 from mezzo.step import engine, gradients
 from mezzo.step.invariants import _is_ruined
 
@@ -325,7 +325,7 @@ def test_a_look_makes_no_copy_of_what_it_looks_at() -> None:
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.complex64])
 def test_what_is_ruined_is_seen_wherever_it_is(dtype: torch.dtype, value: float) -> None:
-    tensor = torch.randn(PIECE // 8, 9).to(dtype)
+    tensor = torch.randn(CHUNK_NUMEL // 8, 9).to(dtype)
     assert not _is_ruined(tensor)
     assert not _is_ruined(tensor[:0])
     for at in (0, 31, tensor.numel() - 1):
