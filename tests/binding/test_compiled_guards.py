@@ -110,7 +110,9 @@ def graphs_breaks_and_frames(policy: str | None, lengths: tuple[int, ...]) -> tu
 
 
 @traces_regions
-@pytest.mark.parametrize("policy", ["bf16", "bf16-master", "bf16, ops=mezzo"])
+@pytest.mark.parametrize(
+    "policy", ["bf16-master", *(pytest.param(one, marks=pytest.mark.slow) for one in ("bf16", "bf16, ops=mezzo"))]
+)
 def test_a_graph_that_breaks_in_the_region_is_tried_once_more_than_under_torch_autocast(policy: str) -> None:
     theirs, ours = (graphs_breaks_and_frames(one, (3, 5, 7)) for one in (None, policy))
     assert ours[0] == theirs[0]

@@ -296,7 +296,7 @@ def test_a_look_that_finds_no_memory_costs_no_step(policy: str, caplog: pytest.L
     }
 
 
-@pytest.mark.parametrize("policy", ["bf16", "fp16-master, scaling=1024"])
+@pytest.mark.parametrize("policy", ["bf16", pytest.param("fp16-master, scaling=1024", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("by_closure", [False, True])
 def test_a_step_that_finds_no_memory_for_buffers_is_not_taken(policy: str, *, by_closure: bool) -> None:
     """None for copies of the buffers: the weights are as before, and the same call takes the step."""

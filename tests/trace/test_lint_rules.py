@@ -322,7 +322,7 @@ def test_what_is_written_by_index_is_no_sum() -> None:
     assert rules(run) == []
 
 
-@pytest.mark.parametrize("policy", ["bf16-master", "bf16-master, grads=fp32"])
+@pytest.mark.parametrize("policy", ["bf16-master", pytest.param("bf16-master, grads=fp32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("is_many", [True, False])
 def test_gradients_of_many_passes_added_up_in_16_bit_are_told_and_the_edit_that_is_told_keeps_them(
     policy: str, is_many: bool
