@@ -58,22 +58,22 @@ def _guards(optimizer: Any) -> tuple[Tensor | None, Tensor | None]:
 
 def _lists_of(optimizer: Optimizer) -> list[list[list[Any]]] | None:
     """Return for each group the weights that have gradients, these, moments and step counts; None where torch does more than hand them to its kernel. Host only."""
-    if num_function_modes() or not is_unwatched():
-        return None
     groups, state = optimizer.param_groups, optimizer.state
+    if num_function_modes() or not is_unwatched() or not all(map(_is_plain, groups)):
+        return None
     held = [[p for p in group["params"] if p.grad is not None] for group in groups]
     params = list(chain.from_iterable(held))
     is_whole = len(state) == len(params) and all(map(is_, state, params))  # a look-up by a tensor is a call of Python
     entries = iter(state.values() if is_whole else map(state.get, params))
     lists = []
-    for group, own in zip(groups, held, strict=True):
+    for own in held:
         of_own = list(islice(entries, len(own)))
         try:
             means, squares, counts = [[entry[name] for entry in of_own] for name in ("exp_avg", "exp_avg_sq", "step")]
         except (KeyError, TypeError):  # which the first step makes
             return None
         lists.append([own, [p.grad for p in own], means, squares, counts])
-        if own and not (_is_plain(group) and _go_together(lists[-1], _guards(optimizer))):
+        if own and not _go_together(lists[-1], _guards(optimizer)):
             return None
     return lists
 
