@@ -293,9 +293,9 @@ class Adapter:
         params = list(given) if isinstance(given, Iterable) and not isinstance(given, Tensor) else [given]
         if wrong := [p for p in params if not isinstance(p, Tensor)]:
             raise StepError(f"clipping was given {kind_of(wrong[0])} in place of parameters: write model.parameters().")
-        stepped = {id(p) for optimizer in self.stepper.optimizers for p in parameters(optimizer)}
         is_scaled = self.stepper.policy.scaling is not None
-        return [p for p in params if p.grad is not None and (id(p) in stepped or not is_scaled)]
+        stepped = {id(p) for o in self.stepper.optimizers for p in parameters(o)} if is_scaled else set()
+        return [p for p in params if p.grad is not None and (not is_scaled or id(p) in stepped)]
 
     def _owner(self, params: Sequence[Tensor]) -> Optimizer | None:
         """Return the optimizer whose next step can clip these gradients: all of its own and no other, looked at or clipped by nobody; else None."""

@@ -70,7 +70,7 @@ def check_finite(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> 
     Raises:
         ConfigError: a rate, decay, eps, momentum or beta is, or is no number where the optimizer was made with one; tensors are its own matter.
     """
-    for name in {*_NUMBERS, "betas"} & group.keys():
+    for name in [name for name in (*_NUMBERS, "betas") if name in group]:
         given, made = group[name], optimizer.defaults.get(name)
         values, was = (one if isinstance(one, (list, tuple)) else (one,) for one in (given, made))
         is_known = all(isinstance(one, float | int) for one in was)
