@@ -131,7 +131,7 @@ class Scaling(Workload):
 
     on_cpu: ClassVar = {
         "width": 512, "batch": 128, "depth": 3, "widths": (128, 256, 512, 1024), "batches": (16, 64, 256), "depths": (2, 4, 8),
-        "parameter_widths": (256, 512, 1024, 2048),
+        "parameter_widths": (256, 512, 1024, 2048), "steps": 100,
     }  # fmt: skip
     when_quick: ClassVar = {
         "width": 16, "batch": 4, "depth": 2, "widths": (8, 16), "batches": (4, 8), "depths": (2, 3), "parameter_widths": (8, 16),
