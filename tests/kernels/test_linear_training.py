@@ -251,6 +251,13 @@ def test_batched_gradients_are_those_of_one_after_the_other() -> None:
         torch.testing.assert_close(one, other, rtol=relative(BF16), atol=4 * relative(BF16))
 
 
+def escaped(x: Tensor) -> Tensor:
+    """A tensor that a transform has wrapped, and that came out of it: it has no memory of its own."""
+    found: list[Tensor] = []
+    torch.func.grad(lambda inside: (found.append(inside), inside.float().sum())[1])(x)
+    return found[0]
+
+
 REFUSED: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]] = {
     "one dimension": lambda x, w, b: (x[0], w, b),
     "another width": lambda x, w, b: (x[:, :32].contiguous(), w, b),
@@ -266,11 +273,14 @@ REFUSED: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tens
     "gaps": lambda x, w, b: (torch.cat([x, x], 1)[:, :64], w, b),
     "meta": lambda x, w, b: (x.to("meta"), w, b),
     "many rows": lambda x, w, b: (torch.zeros(4097, 64, dtype=BF16), w, b),
+    "rows of a sparse table": lambda x, w, b: (x.to_sparse_csr(), w, b),
+    "what a transform left behind": lambda x, w, b: (escaped(x), w, b),
     "much waste": lambda x, w, b: (torch.zeros(4096, 512, dtype=BF16), torch.zeros(2, 512).requires_grad_(), b.detach()[:2]),
 }  # fmt: skip
 
 
 @needs_kernel
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_it_is_not_for_is_left_to_torch(name: str) -> None:
     x, weight, bias = operands((128, 64, 64))

@@ -264,10 +264,15 @@ def check_read(op: str, name: str, tensor: Tensor, shape: Sequence[int], dtype: 
 
 def is_readable(tensor: Tensor) -> bool:
     """Whether a kernel of the CPU may walk a tensor from its address on: plain, without gaps, inside its storage, its sign not changed late. Host only."""
-    if type(tensor) not in PLAIN or not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg():
+    if type(tensor) not in PLAIN or not tensor.is_cpu:
         return False
-    end = (int(tensor.storage_offset()) + tensor.numel()) * tensor.element_size()
-    return end <= tensor.untyped_storage().nbytes()
+    try:
+        if not tensor.is_contiguous() or tensor.is_neg():
+            return False
+        held = tensor.untyped_storage().nbytes()
+    except RuntimeError:  # a sparse one, or a transform's that outlived it, has none
+        return False
+    return (tensor.storage_offset() + tensor.numel()) * tensor.element_size() <= held
 
 
 def check_apart(layouts: Iterable[Layout]) -> None:
