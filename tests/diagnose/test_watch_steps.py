@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import mezzo
 import mezzo.diagnose as diagnose
+from mezzo.report import Chart
 
 
 def unprepared(lr: float, factor: float = 1.0, steps: int = 4) -> diagnose.WatchReport:
@@ -31,6 +32,19 @@ def test_steps_that_move_nothing_are_no_health() -> None:
     assert (report.idle, report.sampled) == (4, 4) and not report.is_healthy
     assert any("moved no sampled weight" in text for text in report.warnings)
     assert any("100% of its updates are rounded away" in text for text in report.warnings)
+
+
+def test_a_long_run_is_drawn_from_its_first_step_to_its_last() -> None:
+    model = nn.Linear(8, 8)
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16")
+    with diagnose.watch(amp) as w:
+        for _ in range(70):
+            amp.zero_grad()
+            amp.backward(model(torch.randn(16, 8)).float().square().mean())
+            amp.step()
+    charts = [b for b in w.report.document().details if isinstance(b, Chart) and b.kind == "lines"]
+    assert len(charts) == 2 and all(chart.title.endswith(" (64 of 70)") for chart in charts)
+    assert {(chart.labels[0], chart.labels[-1]) for chart in charts} == {("0", "69")}
 
 
 def test_the_masters_that_are_named_fit_the_weights() -> None:

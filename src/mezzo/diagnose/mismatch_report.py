@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..errors import listed
-from ..report import Block, Chart, Document, Heading, Pairs, Report, Series, Table
+from ..report import Block, Chart, Document, Heading, Pairs, Report, Series, Table, thinned
 from ..trace import Frame, source_line
 
-_POINTS = 64
 Cause = Literal["weights", "random", "arguments", "other op", "missing op", "decision", "kernel", "overflow"]
 """Why two runs part; see `MismatchReport`."""
 
@@ -147,9 +146,8 @@ def _finding(f: MismatchFinding) -> list[Block]:
 
 
 def _growth(found: tuple[tuple[str, float], ...]) -> list[Chart]:
-    shown = found[:: max(1, math.ceil(len(found) / _POINTS))]
+    title, shown = thinned("Difference of module outputs, b against a, in the order they ran", found)
     values = tuple(math.log2(x) if 0 < x < math.inf else math.nan for _, x in shown)
     labels = tuple(name for name, _ in shown)
-    title = "Difference of module outputs, b against a, in the order they ran"
     series = Series(name="log2", values=values)
     return [Chart(title=title, kind="lines", labels=labels, series=(series,), unit="log2")] if shown else []

@@ -10,7 +10,7 @@ from typing import Literal
 
 from ..errors import listed, plural
 from ..formats import FORMATS
-from ..report import Band, Block, Chart, Document, Heading, Heat, Note, Pairs, Report, Series, Table
+from ..report import Band, Block, Chart, Document, Heading, Heat, Note, Pairs, Report, Series, Table, thinned
 from ..trace import BIAS, BINS, Histogram, largest_scale, number
 
 Kind = Literal["activation", "gradient", "weight"]
@@ -26,8 +26,6 @@ _LEAST_DEAD, _LEAST_STILL = 8, 3
 """Sampled steps that show that a weight gets nothing, and that a rate of 0 is no beginning of a warm-up."""
 _ZERO_SHARE, _NEAR_END = 0.3, 2
 _ROWS = 12
-_POINTS = 128
-_LAYERS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -281,10 +279,9 @@ def _layers(report: WatchReport, ends: tuple[int, int]) -> list[Block]:
     blocks: list[Block] = []
     for kind in KINDS:
         found = [t for t in report.tensors if t.kind == kind and t.histogram.numbers]
-        every = max(1, math.ceil(len(found) / _LAYERS))
         if found:
-            rows = tuple((t.name, _shares(t.histogram, ends)) for t in found[::every])
-            title = f"Exponents of {kind}s, layer by layer" + (f" (every {every}th)" if every > 1 else "")
+            title, shown = thinned(f"Exponents of {kind}s, layer by layer", found)
+            rows = tuple((t.name, _shares(t.histogram, ends)) for t in shown)
             blocks.append(Heat(title=title, labels=_powers(ends), rows=rows, unit="%", bands=_bands(ends)))
     return blocks
 
@@ -323,8 +320,7 @@ def _by_layer(report: WatchReport) -> Block:
 def _history(steps: tuple[StepRecord, ...]) -> list[Block]:
     if not steps:
         return []
-    every = max(1, math.ceil(len(steps) / _POINTS))
-    shown = steps[::every]
+    title, shown = thinned("Loss scale and gradient norm over steps", steps)
     norms = tuple(math.log2(s.grad_norm) if s.applied and s.grad_norm > 0 else math.nan for s in shown)
     series = (
         Series(name="loss scale", values=tuple(math.log2(s.scale) if s.scale > 0 else math.nan for s in shown)),
@@ -332,10 +328,10 @@ def _history(steps: tuple[StepRecord, ...]) -> list[Block]:
     )
     labels = tuple(str(s.step) for s in shown)
     losses = Series(name="loss", values=tuple(math.nan if s.loss is None else s.loss for s in shown))
-    title = "Loss scale and gradient norm over steps"
     charts: list[Block] = [Chart(title=title, kind="lines", labels=labels, series=series, unit="log2")]
     if any(math.isfinite(value) for value in losses.values):
-        charts.append(Chart(title="Loss over steps", kind="lines", labels=labels, series=(losses,), unit="loss"))
+        title, _ = thinned("Loss over steps", steps)
+        charts.append(Chart(title=title, kind="lines", labels=labels, series=(losses,), unit="loss"))
     return charts
 
 
