@@ -49,6 +49,34 @@ def test_gradients_of_a_row_met_often(options: dict[str, Any], ids: Tensor, poli
     torch.testing.assert_close(made[0], made[1], rtol=2**-7, atol=atol / 16)
 
 
+class Summed(nn.Module):
+    """Adds positions to what it looked up in place, as models of transformers do."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.table, self.positions, self.way = nn.Embedding(9, 8), nn.Embedding(64, 8), way
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = self.table(ids)
+        if self.way == "+=":
+            rows += self.positions(torch.arange(ids.shape[-1]))
+        elif self.way == "slice":
+            rows[..., 1:, :].mul_(2)
+        else:
+            rows.flatten().clamp_(-1, 1)
+        return rows
+
+
+@pytest.mark.parametrize("way", ["+=", "slice", "view"])
+@pytest.mark.parametrize("shape", [(64,), (3, 32)], ids=str)
+def test_what_was_looked_up_may_be_written_in_place(shape: tuple[int, ...], way: str) -> None:
+    ids, grads = torch.randint(9, shape), []
+    for policy in ("bf16-master", "fp32"):
+        torch.manual_seed(0)
+        grads.append(gradient(Summed(way), ids, policy, torch.ones(*shape, 8)))
+    torch.testing.assert_close(grads[0], grads[1], rtol=2**-7, atol=2**-7)
+
+
 BAGS: dict[str, dict[str, Any]] = {
     **OPTIONS, "padding that none has": {"padding_idx": 900}, "mean": {"mode": "mean"}, "mean, padding": {"mode": "mean", "padding_idx": 0},
     "max": {"mode": "max"},

@@ -245,7 +245,7 @@ class _Embedding(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, weight: Tensor, indices: Tensor, options: tuple[int, int, bool]) -> Tensor:
         ctx.save_for_backward(indices)
         ctx.options, ctx.dtype = options, weight.dtype
-        return rows
+        return rows.data  # no view of torch's, and not the input: either may not be written in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
