@@ -193,3 +193,20 @@ def test_a_linear_cross_entropy() -> None:
     amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16")
     amp.backward(fused(model[0](torch.randn(6, 4)), model[1].weight, TARGETS))
     assert amp.step()
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16-master", "fp16-master, scaling.init_scale=256"])
+def test_a_linear_cross_entropy_in_chunks_takes_the_fp32_input_that_it_takes_under_autocast(policy: str) -> None:
+    """It multiplies into buffers of its input's dtype (`out=`), past every cast."""
+    kind = getattr(nn, "LinearCrossEntropyLoss", None)
+    if kind is None:
+        pytest.skip(f"torch {torch.__version__} has no nn.LinearCrossEntropyLoss")
+    options = nn.LinearCrossEntropyOptions(batch_chunk_size=4)
+    model = nn.ModuleDict({"body": nn.Linear(4, 4), "loss": kind(4, 3, options=options)})
+    x = torch.randn(6, 4)
+    want = F.cross_entropy(model["loss"].linear(x), TARGETS)
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy)
+    loss = model["loss"](x, TARGETS)
+    torch.testing.assert_close(loss, want)
+    amp.backward(loss + model["body"](x).square().mean())
+    assert amp.step()

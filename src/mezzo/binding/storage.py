@@ -250,6 +250,8 @@ def storage_targets(model: nn.Module, policy: Policy, optimizers: Sequence[Optim
     for module in model.modules():
         bound = record(module)
         precision = None if bound is None else bound.own if bound.own is not None else bound.around
+        if "LinearCrossEntropyLoss" in class_names(module) and getattr(module, "options", None) is not None:
+            fp32.update(module.parameters())  # in chunks it writes to buffers of its input's dtype, past every cast
         for p in own_parameters(module).values():
             if p is None or not p.is_floating_point():
                 continue
