@@ -164,9 +164,10 @@ def test_copies_and_pickles_go_on_alike() -> None:
     assert all(equal(snapshot(one), snapshot(other)) for other in others)
 
 
+@pytest.mark.parametrize("text", ["bf16-master", "bf16-master, state=bf16"])
 @pytest.mark.parametrize(("torchs", "ours", "options"), KINDS)
-def test_what_is_given_back_is_plain_and_goes_on(torchs: Any, ours: Any, options: dict[str, Any]) -> None:
-    policy = Policy.parse("bf16-master")
+def test_what_is_given_back_is_plain_and_goes_on(torchs: Any, ours: Any, options: dict[str, Any], text: str) -> None:
+    policy = Policy.parse(text)
     optimizer = torchs(parameters(torch.float32), **options)
     scheduler = StepLR(optimizer, 1, gamma=1.0)
     keys = [set(options) for options in (optimizer.defaults, *optimizer.param_groups)]

@@ -138,7 +138,7 @@ def adopt(optimizer: torch.optim.Optimizer, policy: PolicyLike, *, is_dense: boo
 
 
 def release(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer that was given to `adopt`, as torch made it: moments stay, masters are dropped.
+    """Return the optimizer that was given to `adopt`, as torch made it: moments stay, torch's in the dtype of the weights, masters are dropped.
 
     Args:
         optimizer: what `adopt` returned, its weights stored in fp32 again; any other is returned as it is.
@@ -152,12 +152,13 @@ def release(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         return optimizer
     if inner is not optimizer:
         optimizer.__class__ = type(optimizer).__bases__[0]
-    for entry in [held for p, held in inner.state.items() if isinstance(p, Tensor)]:
+    plain = _PLAIN.get(type(inner))
+    for p, entry in [(p, held) for p, held in inner.state.items() if isinstance(p, Tensor)]:
         for name in (*AUX_STATE.values(), *(["step"] if isinstance(inner, AdoptedSGD) else [])):
             entry.pop(name, None)
-        entry.update({name: held.clone() for name, held in entry.items() if name == "step"})
+        moments = {} if plain is None else {name: moment.to(p.dtype) for name, moment in entry.items()}
+        entry.update(moments | {name: held.clone() for name, held in entry.items() if name == "step"})
     inner._forget()  # else what is kept of its steps holds their masters
-    plain = _PLAIN.get(type(inner))
     for options in (inner.defaults, *inner.param_groups, *optimizer.param_groups):
         if plain is not None:
             for name in OWN_OPTIONS:
