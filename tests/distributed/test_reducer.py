@@ -298,8 +298,9 @@ def _hooks(rank: int, world: int) -> list[str]:
         (fp16_compress_hook, "fp32"),
         (fp16_compress_hook, "fp32, reduce=fp16"),
         (allreduce_hook, "fp32"),
+        (allreduce_hook, "bf16-master, grads=fp32"),
     ):
-        ddp = DistributedDataParallel(Bare())
+        ddp = DistributedDataParallel(Bare(Policy.parse(policy).params))
         ddp.register_comm_hook(None, hook)
         try:
             connect(ddp, Policy.parse(policy))
@@ -319,7 +320,11 @@ def test_a_hook_of_the_callers_own_is_kept_or_refused() -> None:
         "reductions are counted for a DistributedDataParallel model that mezzo prepared, and this DistributedDataParallel is "
         "none. Write mezzo.prepare(DistributedDataParallel(model), optimizer, policy)."
     )
-    wanted = [contradiction, "1", uncounted, "1", uncounted]
+    narrow = (
+        "the policy declares grads=fp32, and allreduce_hook, a hook of its own, has DistributedDataParallel take gradients in the "
+        "dtype of their weights, bf16. Leave the hook out, or grads out of the policy."
+    )
+    wanted = [contradiction, "1", uncounted, "1", uncounted, narrow]
     assert run(2, _hooks) == [wanted, wanted]
 
 

@@ -162,7 +162,7 @@ def connect(ddp: DistributedDataParallel, policy: Policy) -> ReplicaWrapper:
         policy: `reduce` is the dtype of what is sent, `grads` that of sums over micro-batches.
 
     Raises:
-        PolicyError: the wrapper has a hook of torch's that sends another dtype, or casts weights or writes gradients itself.
+        PolicyError: the wrapper has a hook of torch's that sends another dtype, any hook beside `grads` other than its weights, or casts weights or writes gradients itself.
 
     Writes: the wrapper's communication hook. Syncs: no.
     """
@@ -219,9 +219,16 @@ def _refuse_own_ways(ddp: DistributedDataParallel) -> None:
 
 
 def _has_own_hook(ddp: DistributedDataParallel, policy: Policy) -> bool:
+    trained = [p.dtype for p in _replicated(ddp).values() if p.requires_grad]
+    others = {dtype_name(dtype) for dtype in trained if policy.grads not in (None, dtype)}
     for given, _ in comm_hooks(ddp):
         name = getattr(given, "__name__", type(given).__name__)
         sent = _COMPRESSING.get(name)
+        if policy.grads is not None and others:
+            raise PolicyError(
+                f"the policy declares grads={dtype_name(policy.grads)}, and {name}, a hook of its own, has DistributedDataParallel take "
+                f"gradients in the dtype of their weights, {' and '.join(sorted(others))}. Leave the hook out, or grads out of the policy."
+            )
         if sent is not None and sent is not policy.reduce:
             raise PolicyError(
                 f"the policy declares reduce={dtype_name(policy.reduce)}, and the DistributedDataParallel model has {name}, "
