@@ -17,7 +17,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "by frequency": {"scale_grad_by_freq": True},
     "renormed": {"max_norm": 0.5},
 }
-IDS = {"more than rows": torch.arange(4096) % 5, "fewer than rows": torch.arange(700).reshape(2, 350) % 3}
+FEW = torch.arange(700).reshape(2, 350) % 3
+IDS = {"more than rows": torch.arange(4096) % 5, "fewer than rows": FEW, "of 32 bits": FEW.int()}
 
 
 class Net(nn.Module):

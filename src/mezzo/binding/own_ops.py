@@ -255,7 +255,7 @@ class _Embedding(torch.autograd.Function):
             return None, sum_rows(wide, indices, height, padding, scales).to(ctx.dtype), None, None
         met, places = indices.unique(return_inverse=True)  # else a table in fp32 would be made, of rows that hold 0
         sums = sum_rows(wide, places, len(met), -1, scales).to(ctx.dtype)
-        table = sums.new_zeros(height, sums.shape[-1]).index_copy_(0, met, sums)
+        table = sums.new_zeros(height, sums.shape[-1]).index_copy_(0, met.long(), sums)
         if padding >= 0:
             table[padding] = 0
         return None, table, None, None
