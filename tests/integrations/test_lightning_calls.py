@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import EMAWeightAveraging, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import EMAWeightAveraging, GradientAccumulationScheduler, ModelPruning
 from tests.integrations.test_lightning import Module, loader, pytestmark, trainer
 
 import mezzo
@@ -72,3 +73,17 @@ def test_a_precision_by_lightnings_name_is_told_where_it_goes() -> None:
         MezzoPrecision(precision="bf16-mixed")  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"MezzoPrecision\(\) takes policy"):
         MezzoPrecision("bf16", "fp16")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("policy", ["bf16-master", "fp16-master"])
+def test_pruning_goes_back_to_the_weights_of_the_first_step(policy: str, tmp_path: Path) -> None:
+    """The lottery ticket hypothesis, which `ModelPruning` follows by default: it assigns `.data` after each epoch."""
+    module = Module(policy)
+    begun = copy.deepcopy(module.net.state_dict())
+    pruning = ModelPruning("l1_unstructured", amount=0.25)
+    trainer(policy, tmp_path, max_epochs=3, callbacks=[pruning], enable_checkpointing=False).fit(module, loader())
+    ended = {name: weight.double() for name, weight in module.net.named_parameters() if weight.dim() == 2}
+    assert sum(int((weight == 0).sum()) for weight in ended.values()) > 0
+    for name, weight in ended.items():
+        first = begun[name].to(module.net.get_parameter(name).dtype).double()
+        assert torch.equal(weight, first * (weight != 0)), name

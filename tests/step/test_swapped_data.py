@@ -63,12 +63,34 @@ class TestMemoryThatDataSwaps:
             assert self.take(amp, 13)
         assert amp.model[0].weight[10:].any() and amp.report(strict=True)
 
-    @POLICIES
+    @pytest.mark.parametrize("policy", ["fp32", "bf16"])
     @KINDS
     def test_another_dtype_by_hand(self, kind: Any, policy: str) -> None:
         amp, _ = self.run(kind, policy, recast)
         with pytest.raises(StepError, match=r"0\.weight was \w+\[10,4\] .* is (fp16|fp32)\[10,4\] now.*\.data.*policy"):
             self.take(amp, 10)
+
+    @pytest.mark.parametrize("policy", ["bf16-master", "fp16-master"])
+    @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
+    def test_fp32_values_for_16_bit_weights_are_taken_as_loaded_ones(self, kind: Any, policy: str) -> None:
+        """As an average put in for evaluation, or the weights of the first step that pruning goes back to."""
+        generator = torch.Generator().manual_seed(0)
+        values = {
+            "0.weight": torch.randn(10, 4, generator=generator),
+            "1.weight": torch.randn(1, 4, generator=generator),
+        }
+        ended = []
+        for by_data in (True, False):
+            torch.manual_seed(0)
+            amp, _ = self.run(kind, policy, lambda model: None)
+            for name, value in values.items() if by_data else ():
+                amp.model.get_parameter(name).data = value.clone()
+            if not by_data:
+                amp.model.load_state_dict(values, strict=False)
+            self.take(amp, 10), self.take(amp, 10)
+            assert amp.report(strict=True)
+            ended.append(amp.state_dict()["model"] | amp.export_weights())
+        torch.testing.assert_close(*ended, rtol=0, atol=0)
 
     @POLICIES
     @KINDS

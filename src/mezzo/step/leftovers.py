@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from .._torch import own_modules, own_parameters
 from ..errors import StepError, kind_of, listed
-from ..formats import dtype_name
+from ..formats import LOW_DTYPES, dtype_name
 from ..kernels import move
 from ..loss_scale import AccumulationState, parameters
 from ..stamp import Stamp
@@ -209,13 +209,14 @@ class WeightLayouts:
         self.num_bytes = [p.nbytes for p in params]
 
     def refuse_changed(self, *, has_grads: bool = False) -> None:
-        """Refuse, by a StepError, weights of another dtype, or of a shape that what their optimizer keeps, or their gradient, does not have. Host only."""
+        """Refuse, by a StepError, weights of another dtype, but for fp32 values between steps, which are stored as the policy says, or of a shape that what their optimizer keeps, or their gradient, does not have. Host only."""
         for optimizer in self._optimizers:
             for p in parameters(optimizer):
                 shape, dtype = self.noted.get(p, (p.shape, p.dtype))
                 kept = {} if p.shape == shape else {"gradient": p.grad} if has_grads else optimizer.state.get(p, {})
                 held = [name for name, value in kept.items() if isinstance(value, Tensor) and value.shape == shape]
-                if dtype is p.dtype and not held:
+                is_given = not has_grads and p.dtype is torch.float32 and dtype in LOW_DTYPES
+                if (dtype is p.dtype or is_given) and not held:
                     continue
                 was, now = _layout(dtype, shape), _layout(p.dtype, p.shape)
                 advice = "the policy decides in which dtype weights are stored. Write it there, as in mezzo.prepare(model, optimizer, 'bf16-master'), and leave .data as it is."
