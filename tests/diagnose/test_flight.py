@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import resource
@@ -188,11 +189,14 @@ def test_a_step_that_stopped_the_run_is_there(tmp_path: Path) -> None:
 
 def test_a_fresh_process_replays_under_a_name(tmp_path: Path) -> None:
     results = train(tmp_path / "run", planted("spike", 6))
-    words = ["replay", str(tmp_path / "run"), "--step", "6", "--model", f"{__file__}:build", "--json"]
+    program = tmp_path / "program.py"
+    program.write_text(f"{Path(__file__).read_text()}\nprint('from the program')\n")
+    words = ["replay", str(tmp_path / "run"), "--step", "6", "--model", f"{program}:build", "--trace", "--json"]
     done = subprocess.run([sys.executable, "-m", "mezzo", *words], capture_output=True, text=True, check=False)
-    assert done.returncode == (0 if results[6].applied else 1), done.stderr
-    assert '"first_different": null' in done.stdout and '"compared": 3' in done.stdout
-    assert f'"scale": {results[6].scale}' in done.stdout
+    assert done.returncode == (0 if results[6].applied else 1) and "from the program" in done.stderr
+    found = json.loads(done.stdout)
+    assert (found["first_different"], found["compared"], found["scale"]) == (None, 3, results[6].scale)
+    assert found["traced"]["record"]["model"] == "Sequential"
 
 
 @pytest.mark.slow

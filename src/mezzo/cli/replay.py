@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
 from ..diagnose import named_function, replay, segment_of, trace
@@ -24,7 +25,7 @@ def _parser() -> argparse.ArgumentParser:
                         help="a function that returns (model, optimizer, loss_fn), made as for the run")  # fmt: skip
     parser.add_argument("--policy", help="run the step itself under another policy")
     parser.add_argument("--trace", action="store_true", help="run the step itself op by op, and name the first fault")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON; what the model prints goes to standard error")
     return parser
 
 
@@ -35,10 +36,8 @@ def run(argv: Sequence[str]) -> int:
     except SystemExit as end:
         return SAME if end.code in (None, 0) else BAD_INPUT
     segment_of(options.folder, options.step)  # before anything of the user's is run
-    build = named_function(options.model)
-    around = {"around": trace} if options.trace else {}
-    found = replay(options.folder, options.step, build, policy=options.policy, **around)
-    reports = [replace(found, traced=None), *([found.traced] if found.traced else [])]
-    for report in reports:
-        print(report.to_json() if options.json else report)
+    with redirect_stdout(sys.stderr) if options.json else nullcontext():
+        build, around = named_function(options.model), trace if options.trace else nullcontext
+        found = replay(options.folder, options.step, build, policy=options.policy, around=around)
+    print(found.to_json() if options.json else "\n".join(map(str, filter(None, (found, found.traced)))))
     return SAME if found.is_healthy else DIFFERENT
