@@ -72,7 +72,7 @@ class StoppedRun(MezzoError, RuntimeError):
         report: the `mezzo.diagnose.TraceReport` of the last batch, run again op by op; None where it could not be.
     """
 
-    report: object | None = None
+    report: Any = None
 
     def __init__(self, what: str, advice: str = "", *, is_batch_to_blame: bool = True) -> None:
         super().__init__(what, advice)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import mezzo.diagnose as diagnose
+from mezzo import Policy
 from mezzo.diagnose.explain import Explanation, ModuleRow
 
 B, I, O = 32, 64, 100  # noqa: E741  # batch, inside, out
@@ -156,3 +157,14 @@ def test_slow_units_are_not_called_launch_bound() -> None:
         policy_s=0.754, has_backward=True,
     )  # fmt: skip
     assert "launching" not in found.verdict() and "no units" in found.verdict()
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+def test_weights_are_stored_in_the_dtype_they_are_cast_to(policy: str) -> None:
+    model, x = nn.Sequential(nn.Linear(I, O)), torch.randn(B, I)
+    (advice,) = [text for text in diagnose.explain(model, x, policy, budget_s=0).advice() if "are cast" in text]
+    edit = advice.partition(": ")[2].removesuffix(" stores them so.")
+    found = diagnose.explain(model, x, f"{policy}, {edit}", budget_s=0)
+    assert row_of(found, "0").weight_casts == 0 and Policy.parse(f"{policy}, {edit}") == Policy.parse(
+        f"{policy}-master"
+    )

@@ -159,6 +159,10 @@ CAUGHT: tuple[type[mezzo.errors.MezzoError], ...] = (
 )
 
 
+def stopped(error: mezzo.errors.StoppedRun) -> str:
+    return str(error.report.findings[0].module) if error.report is not None else error.advice
+
+
 def spread(model: nn.Module, amp: mezzo.Stepper) -> object:
     mezzo.distributed.fully_shard(model, mezzo.Policy.parse("bf16"))
     mezzo.distributed.save_checkpoint(amp, "step-1", extra={"epoch": 0})

@@ -100,6 +100,10 @@ class Explanation(Report):
     def _flops(self) -> list[int]:
         return [n for row in self.rows for _, n in row.flops]
 
+    @property
+    def _low(self) -> str:
+        return "fp16" if any(name == "fp16" for row in self.rows for name, _ in row.flops) else "bf16"
+
     def verdict(self) -> str:
         """Say whether the policy pays here, and why or why not."""
         if self._flops and not sum(self._flops):
@@ -119,7 +123,7 @@ class Explanation(Report):
             way = f"use a larger batch or torch.compile{graph}"
             reasons.append(f"the step is bound by launching ops, not by arithmetic: {way}")
         if self.casts > sum(n for r in self.rows for _, n in r.ops) / 4:
-            reasons.append("casts are a large part of the ops: store weights in 16 bit (bf16-master)")
+            reasons.append(f"casts are a large part of the ops: store weights in 16 bit ({self._low}-master)")
         what = "a slower step" if self.gain < 1 / _WORTH else "no gain"
         return f"Expect {what} ({measured}): {'; '.join(reasons) or 'casts and memory cost what the products gain'}."
 
@@ -143,13 +147,12 @@ class Explanation(Report):
                 for r in self.rows
             ),
         )  # fmt: skip
-        notes = [Note(text=text) for text in self.advice()]
         return Document(
             title=f"mezzo explain of {self.model} under {self.policy}",
             verdict=self.verdict(),
             # slow is not faulty
             is_good=bool(flops) or not self._flops,
-            blocks=(Pairs(pairs=pairs), table, *notes),
+            blocks=(Pairs(pairs=pairs), table, *(Note(text=text) for text in self.advice())),
         )
 
     def advice(self) -> tuple[str, ...]:
@@ -160,16 +163,15 @@ class Explanation(Report):
                 off = ", ".join(" x ".join(map(str, sizes)) for sizes, _ in row.unaligned[:3])
                 where = row.module or self.model
                 texts.append(f"{where}: products of {off} have sizes that are no multiples of {ALIGNMENT}.")
-        bouncing = [r for r in self.rows if r.ping_pong]
-        if bouncing:
+        if bouncing := [r for r in self.rows if r.ping_pong]:
             worst = max(bouncing, key=lambda r: r.ping_pong)
             total = sum(r.ping_pong for r in bouncing)
             texts.append(
                 f"activations go up to fp32 and down again {total} {plural('time', total)}, most in {worst.module or self.model}."
             )
-        casts = sum(r.weight_casts for r in self.rows)
-        if casts:
-            texts.append(f"weights are cast {casts} times a step: params=bf16, master=split stores them so.")
+        if casts := sum(r.weight_casts for r in self.rows):
+            master = "split" if self._low == "bf16" else "fp32"
+            texts.append(f"weights are cast {casts} times a step: params={self._low}, master={master} stores them so.")
         return tuple(texts)
 
 
