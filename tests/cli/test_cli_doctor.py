@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,22 @@ def test_json_is_alone_on_standard_output(path: str, capsys: pytest.CaptureFixtu
     told = capsys.readouterr()
     assert json.loads(told.out)["findings"][0]["verdict"] == "inherited"
     assert "from the script" in told.err
+
+
+@pytest.mark.parametrize(("no_colour", "is_coloured"), [("", True), ("1", False)])
+def test_a_terminal_is_asked_for_no_colour(
+    no_colour: str, is_coloured: bool, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", no_colour)
+    reader, writer = os.openpty()
+    with os.fdopen(writer, "w") as terminal, redirect_stdout(terminal):
+        assert main(["doctor", path]) == 0
+        terminal.flush()
+        shown = b""
+        while b"Healthy" not in shown:
+            shown += os.read(reader, 10_000)
+    os.close(reader)
+    assert (b"\x1b[" in shown) is is_coloured
 
 
 def test_the_page(path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

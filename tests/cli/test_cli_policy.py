@@ -121,6 +121,8 @@ def test_why_prints_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
     answer = json.loads(printed)
     assert answer["winner"] == {"text": "?LayerNorm=fp32_low_out", "written": "preset fp16", "why": ""}
     assert answer["precision"] == "fp32, result fp16"
+    assert main(["policy", "why", "bf16", "--class-name", "LayerNorm", "encoder.norm"]) == 2
+    assert "'encoder.norm' is none. Write the module before the options." in capsys.readouterr().err
     cuda = json.loads(run(capsys, "why", "fp16", "--op", "softmax", "--device", "cuda", "--json"))
     assert cuda["winner"]["written"] == "torch table, cuda"
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from tests.cli.test_bad_input import refused
+from torch import nn
 
+import mezzo
 from mezzo.cli import main
 from mezzo.errors import ConfigError
 from mezzo.train import TrainConfig
@@ -139,6 +142,7 @@ import torch
 def needs(x): return x
 def swapped(): return torch.zeros(1), torch.nn.Linear(1, 1)
 def alone(): return torch.nn.Linear(1, 1)
+def build(): return (m := torch.nn.Linear(1, 1)), torch.optim.SGD(m.parameters()), lambda model, batch: model(batch).sum()
 class Model:
     def __init__(self, x): pass
 """
@@ -151,6 +155,7 @@ class Model:
         ("Model", "is called without arguments, and cannot be: missing a required argument: 'x'. Give them defaults."),
         ("swapped", "returned (Tensor, Linear); return (model, batch) or (model, batch, loss_fn)."),
         ("alone", "returned Linear; return (model, batch) or (model, batch, loss_fn)."),
+        ("build", "returned (Linear, SGD, function); return (model, batch) or (model, batch, loss_fn)."),
     ],
 )
 def test_a_function_that_makes_no_model(
@@ -158,3 +163,19 @@ def test_a_function_that_makes_no_model(
 ) -> None:
     (tmp_path / "fn.py").write_text(FUNCTIONS)
     assert said in refused(capsys, "doctor", "--model", f"{tmp_path / 'fn.py'}:{name}")
+
+
+@pytest.mark.parametrize("command", ["doctor", "replay run --step 1"])
+def test_a_policy_is_read_before_a_model_is_made(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(2, 2)
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters()), "fp32")
+    with mezzo.record(amp, tmp_path / "run") as recorder:
+        for batch in recorder.batches(torch.ones(2, 2, 2)):
+            amp.backward(model(batch).sum())
+            amp.step()
+            amp.zero_grad()
+    (tmp_path / "fn.py").write_text("def build(): raise SystemExit('it was made')")
+    monkeypatch.chdir(tmp_path)
+    assert "unknown preset 'bf61'" in refused(capsys, *command.split(), "--model", "fn.py:build", "--policy", "bf61")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.report.samples import DOCUMENT, GOLDEN, sample
 
-from mezzo.report import Document, Note, Pairs, Table, render_text, table_text
+from mezzo.report import Document, Heading, Note, Pairs, Table, render_text, table_text
 
 
 def test_text_is_golden() -> None:
@@ -21,6 +21,7 @@ def test_no_line_is_wider_than_the_screen_and_no_word_is_lost() -> None:
     document = Document(
         title="t", verdict="v", is_good=True, blocks=(
             Pairs(pairs=(("why", why),)),
+            Heading(text=why),
             Note(text=why),
             Table(title="", columns=("rule", "why"), rows=(("masked-row", why),)),
         ),
@@ -28,7 +29,7 @@ def test_no_line_is_wider_than_the_screen_and_no_word_is_lost() -> None:
     for width in (60, 110):
         text = render_text(document, width=width)
         assert max(map(len, text.splitlines())) <= width
-        assert text.split().count("overflows") == 60
+        assert text.split().count("overflows") == 80
 
 
 def test_a_table_of_nothing_is_its_head() -> None:

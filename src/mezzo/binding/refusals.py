@@ -81,7 +81,7 @@ def leaves_dtypes(module: nn.Module, function: Callable[[Tensor], Tensor], bound
         raise StepError(
             f"{len(names)} parameters ({listed(names)}) that a stepper trains would be stored in {dtype_name(cast.dtype)} instead of "
             f"{dtype_name(kind)}, behind the back of its policy, {bound.binding.policy!s}, and of its optimizers. Call "
-            "amp.release() first, which gives the plain model back, to be cast and prepared again; nothing was changed."
+            "amp.release() first (under a framework, release() of its stepper), which gives the plain model back, to be cast and prepared again; nothing was changed."
         )
     return False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 import traceback
@@ -108,9 +109,10 @@ def _print(report: Report, options: argparse.Namespace) -> None:
         print(report.to_json())
     else:
         width, document = shutil.get_terminal_size((100, 0)).columns, report.document()
-        text = render_text(document, width=width, colour=sys.stdout.isatty(), full=options.full)
+        colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        text = render_text(document, width=width, colour=colour, full=options.full)
         print(text)
-        if not options.full and text != render_text(document, width=width, colour=sys.stdout.isatty(), full=True):
+        if not options.full and text != render_text(document, width=width, colour=colour, full=True):
             where = "" if options.script is None else ", before the script"
             print(f"\nMore with --full, or on a page with --html FILE{where}.")
     if options.html is not None:

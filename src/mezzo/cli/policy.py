@@ -7,11 +7,13 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Literal
 
 import torch
 import tyro
 
+from ..errors import ConfigError
 from ..policy import PRESETS, as_policy, op_table, rules, settings, written
 from ..report import table_text
 
@@ -21,10 +23,7 @@ ModuleName = Annotated[
 ]
 Device = Annotated[Literal["cpu", "cuda", "mps", "xpu"], tyro.conf.arg(help="whose op table and units are meant")]
 Json = Annotated[bool, tyro.conf.arg(name="json", help="print JSON instead of tables")]
-
-
-def _json_text(data: object) -> str:
-    return json.dumps(data, indent=2)
+_json_text = partial(json.dumps, indent=2)
 
 
 def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -93,6 +92,8 @@ def why(
 
     It also says where the rule is written, and what it overrides.
     """
+    if wrong := [name for name in class_name if not name.isidentifier()]:
+        raise ConfigError(f"--class-name takes classes, and {wrong[0]!r} is none. Write the module before the options.")
     answer = as_policy(policy).why(module, op, device, class_name)
     print(_json_text(asdict(answer)) if as_json else answer)
     return 0

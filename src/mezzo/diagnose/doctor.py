@@ -21,7 +21,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import get_worker_info
 
 from ..errors import ConfigError, DataError, as_flag, check_given, did_you_mean, first_line, kind_of, plural, shown
@@ -303,7 +305,8 @@ def named_function(text: str) -> Callable[[], Any]:
 def _subject(text: str) -> tuple[nn.Module, Any, LossFn | None]:
     """Call the function that a text names, and return the model, the batch and the loss that it returns."""
     found = named_function(text)()
-    if isinstance(found, tuple) and len(found) in (2, 3) and isinstance(found[0], nn.Module):
+    is_subject = isinstance(found, tuple) and len(found) in (2, 3) and isinstance(found[0], nn.Module)
+    if is_subject and not isinstance(found[1], Optimizer):
         return found[0], found[1], found[2] if len(found) == 3 else None
     kind = f"({', '.join(map(kind_of, found))})" if isinstance(found, tuple) else kind_of(found)
     raise ConfigError(f"{text} returned {kind}; return (model, batch) or (model, batch, loss_fn).")
@@ -357,12 +360,11 @@ class CheckUp(Report):
         return Document(title=f"mezzo doctor of {self.subject}", verdict=verdict, is_good=not bad, blocks=tuple(blocks))
 
 
-def _looked_under(model: nn.Module, policy: PolicyLike | None) -> tuple[Policy, str]:
+def _looked_under(device: torch.device, asked: Policy, *, is_given: bool) -> tuple[Policy, str]:
     """Return a policy that casts something, and why it is not the one that would be taken. Raises: ConfigError: the one asked for casts nothing."""
-    asked, device = as_policy("auto" if policy is None else policy), device_of(model)
     if (chosen := asked.resolve(device)).is_low:
         return chosen, ""
-    if policy is None:
+    if not is_given:
         return as_policy("bf16"), f"Looked at under bf16: auto is fp32 on {device}, where nothing would be cast."
     raise ConfigError(
         f"the policy '{asked}' is fp32 on {device}, where nothing is cast and nothing is to be looked at. Write 'bf16' or 'fp16'."
@@ -383,8 +385,9 @@ def check_up(name: str, policy: PolicyLike | None = None, *, budget_s: float = 0
 
     Syncs: yes.
     """
+    asked = as_policy("auto" if policy is None else policy)
     model, batch, loss_fn = _subject(name)
-    chosen, note = _looked_under(model, policy)
+    chosen, note = _looked_under(device_of(model), asked, is_given=policy is not None)
     reports: tuple[Report, ...] = (
         lint(model, batch, loss_fn, chosen),
         explain(model, batch, chosen, loss_fn=loss_fn, budget_s=budget_s),

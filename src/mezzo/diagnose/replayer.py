@@ -201,7 +201,7 @@ def replay(
 
     Writes: the models that `build` made; random state comes back. Syncs: yes.
     """
-    kept = as_path("replay", "folder", folder)
+    kept, policy = as_path("replay", "folder", folder), None if policy is None else as_policy(policy)
     first, path = segment_of(kept, step)
     start = step_data.read(path / START, load=partial(torch.load, weights_only=True))
     if not step_data.fits(start, {"format": int, "policy": str, "run": Mapping}) or start["format"] != FORMAT:
@@ -220,7 +220,7 @@ def replay(
             differs.append(run.differs(step, found))
     return ReplayedStep(
         step=step,
-        policy=str(start["policy"] if policy is None else as_policy(policy)),
+        policy=str(start["policy"] if policy is None else policy),
         losses=tuple(float(x) for x in found["losses"]),
         grad_norm=float(found["grad_norm"]),
         scale=found["scale"],

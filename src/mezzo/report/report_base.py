@@ -121,7 +121,7 @@ def _title(block: Table | Chart | Heat) -> list[str]:
 def _lines(block: Block, width: int) -> list[str]:
     match block:
         case Heading():
-            found = ["", block.text]
+            found = ["", *_folded(block.text, width)]
         case Note():
             found = _folded(block.text, width)
         case Pairs():
