@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from tests.integrations import loops
 from torch import nn
 
-from mezzo.errors import StepError
+import mezzo
+from mezzo.errors import PolicyError, StepError
 from mezzo.integrations.accelerate import Accelerator
 
 Prepare = Callable[[Accelerator, nn.Module, torch.optim.Optimizer], tuple[nn.Module, Any]]
@@ -37,6 +38,13 @@ def test_weights_are_those_of_prepare(way: Prepare, policy: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     loops.assert_same(model, scheduler, policy, loops.Case())
+
+
+@pytest.mark.parametrize("policy", ["fp16", mezzo.Policy.parse("fp16, output=none")])
+def test_a_policy_is_given_by_name(policy: Any) -> None:
+    """The first argument of an Accelerator is `device_placement`, which took any text for true: the policy was auto."""
+    with pytest.raises(PolicyError, match=rf": write Accelerator\(policy='{policy}'\), by its name"):
+        Accelerator(policy, cpu=True)
 
 
 def test_a_step_that_is_to_clip_is_told_what_clips() -> None:

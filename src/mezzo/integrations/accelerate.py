@@ -73,6 +73,8 @@ class Accelerator(accelerate.Accelerator):
     """
 
     def __init__(self, *args: Any, policy: PolicyLike = "auto", **kwargs: Any) -> None:
+        if args and not isinstance(args[0], bool):  # device_placement
+            raise PolicyError(f"Accelerator('{args[0]!s}'): write Accelerator(policy='{args[0]!s}'), by its name.")
         handlers = [h for h in kwargs.get("kwargs_handlers") or () if isinstance(h, (AutocastKwargs, GradScalerKwargs))]
         if handlers:
             raise PolicyError(
@@ -184,8 +186,7 @@ class Accelerator(accelerate.Accelerator):
         def save(folder: Path) -> None:
             save_checkpoint(self.stepper, folder / _SHARDS)
 
-        by_shards = self._instead(_SHARDED, self.register_save_state_pre_hook, save)
-        with by_shards if self.is_fsdp2 else nullcontext():
+        with self._instead(_SHARDED, self.register_save_state_pre_hook, save) if self.is_fsdp2 else nullcontext():
             return super().save_state(*args, **kwargs)
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
@@ -229,8 +230,7 @@ def _parts(args: Sequence[Any]) -> tuple[list[nn.Module], list[Optimizer]]:
 
 def _check_plugin(plugin: Any, policy: PolicyLike) -> None:
     given = {name: getattr(plugin, name, None) for name in ("mixed_precision_policy", "ignored_modules")}
-    found = [name for name, value in given.items() if value]
-    if found:
+    if found := [name for name, value in given.items() if value]:
         raise PolicyError(
             f"FullyShardedDataParallelPlugin has {found[0]}={given[found[0]]!r}, and under policy={policy!s} the policy decides "
             "in which dtype every weight is sharded, gathered and reduced. Leave it out; 'reduce=bf16' in the policy is the dtype of gradients on their way."
