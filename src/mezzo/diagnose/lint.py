@@ -71,7 +71,7 @@ def lint(model: nn.Module, batch: Any, loss_fn: LossFn | None = None, policy: Po
     """Run one forward and backward and report broken lint rules, with file and line of each.
 
     Rules: whole numbers beyond a format's exact range, constants that round to 0 or inf, squares close to overflow, a small x lost in log(1 + x),
-    finite differences that are rounding, ops that make rounding large, rows masked altogether, frequency and statistics buffers in 16 bit, running sums in 16 bit, backward inside a region,
+    finite differences that are rounding, ops that make rounding large, ids that rounding turned, rows masked altogether, frequency and statistics buffers in 16 bit, running sums in 16 bit, backward inside a region,
     16-bit weights under autocast, a loss that ends in 16 bit, clipping before unscaling, fp16 without a loss scale.
 
     Args:

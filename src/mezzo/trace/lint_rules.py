@@ -11,17 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .._torch import tree_map
 from ..binding import record
 from ..errors import plural
 from ..formats import LOW_DTYPES, dtype_name, format_of, parse_dtype, widest
 from .buffers_at_rest import BuffersAtRest, exact_integers
 from .frames import argument_of, functions_of, is_called_from, is_handed_by_autograd
-from .measure import amax, numbers, rerun_wide
+from .measure import amax, ids_in, numbers, rerun, rerun_wide, whole_results
 from .ops import Call
 from .records import Event, Lint, LintRule, Site
 from .reference_path import ReferencePath
 from .verdict import number
-from .wide_values import Amplified, StorageNotes, run_in_fp32
+from .wide_values import Amplified, StorageNotes, WideValues, run_in_fp32, share_off
 
 _TAKES_CONSTANT = frozenset({
     "add", "sub", "rsub", "clamp", "clamp_min", "clamp_max", "maximum", "full", "fill", "full_like", "new_full",
@@ -35,10 +36,12 @@ OF_ONE = ", behind an op over one number,"
 _HEADROOM = 4.0
 """Squares within two binades of the format's limit are about to overflow."""
 _CLIPS, _SCALER, _OWN_SCALER = "torch/nn/utils/clip_grad.py", "torch/amp/grad_scaler.py", "mezzo/loss_scale/scaler.py"
-_CAUSES = frozenset({"integers-in-16-bit", "buffer-in-16-bit", "finite-difference", "log-of-one-plus"})
+_CAUSES = frozenset({"integers-in-16-bit", "ids-in-16-bit", "buffer-in-16-bit", "finite-difference", "log-of-one-plus"})
 """Rules that name why an op of the same module makes rounding large."""
 _MOST = 64
 """Lints of one rule that are kept."""
+_TURNED = 1 / 4
+"""How far what ids pick must lie from what those of fp32 pick."""
 _LOOKED_AT = 16
 """Additions by one line to one sum from one look at what it lost to the next."""
 _SUMS_BY_INDEX = frozenset({"index_add", "scatter_add", "scatter_reduce", "index_put", "embedding_dense_backward"})
@@ -46,6 +49,10 @@ _SUMS_BY_INDEX = frozenset({"index_add", "scatter_add", "scatter_reduce", "index
 _ADDS = _SUMS_BY_INDEX | {"add", "sub"} - {"embedding_dense_backward"}
 _LOST = 2.0**-4
 """Share of a sum, at its largest, by which it is off: rounding that goes either way leaves less of hundreds of additions."""
+
+
+_PICKS = frozenset({"topk", "argmax", "argmin", "max", "min", "kthvalue", "median", "bucketize", "searchsorted", "to"})
+"""Ops that give whole numbers which others read as ids; the order of a sort is another with each rounding, and means the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +85,7 @@ class LintWatch:
         self._one_plus_lost: StorageNotes[float] = StorageNotes()
         self._steps: set[float] = set()
         self._rest, self.amplified = BuffersAtRest(), Amplified()
+        self._picked, self._picked_by = WideValues(), StorageNotes[Lint]()
 
     def records(self, *, has_flushed: bool = True) -> tuple[Lint, ...]:
         """Return what was noticed, each line once a rule, given whether fp16 flushed a number of a gradient."""
@@ -112,6 +120,7 @@ class LintWatch:
             self._log(call, site)
         if site.phase == "forward":
             self._difference(call, site, reference)
+            self._picks(call, site, reference)
         low = next((t for t in call.out if t.dtype in LOW_DTYPES), None)
         if low is None:
             return
@@ -262,6 +271,44 @@ class LintWatch:
             what = f"what {call.facts.name} adds up, {off / top:.0%} off,"
             self.add("half-accumulator", site, low.dtype, what, off, call.facts.kernel)
 
+    def _picks(self, call: Call, site: Site, reference: ReferencePath) -> None:
+        """Follow ids that were computed from 16-bit numbers to what they pick: whether fp32 picks others, and a gradient feels it. Syncs: there."""
+        found, given = ids_in(call.returned), ids_in(call.given)
+        picked = {id(t): ids for t in given if (ids := self._picked.get(t)) is not None}
+        if picked and call.out:
+            self._feel(call, site, picked)
+        known = {id(t): v for _, t in call.inputs if (v := reference.get(t)) is not None}
+        for ids in found if call.facts.writes else ():
+            self._picked.forget(ids)
+        if not found or call.facts.writes or not (picked or (known and call.facts.name in _PICKS)):
+            return
+        wide, alone = whole_results(call, known | picked), whole_results(call, self.amplified.local(call) | picked)
+        lint = next((x for t in given if (x := self._picked_by.get(t)) is not None), None)
+        for ids, others, nearby in zip(found, wide, alone, strict=False):
+            if not ids.numel() or not ids.shape == others.shape == nearby.shape:
+                continue
+            value, alike = _in_places_of(call, ids, others), _in_places_of(call, ids, nearby)
+            turned, left = (float((x != value).float().mean()) for x in (ids, alike))
+            if lint is None and turned and left <= turned / 4:
+                lint = Lint(
+                    rule="rounded-index", site=site, kernel=call.facts.kernel, dtype=dtype_name(reference.low),
+                    what=f"{turned:.0%}", value=turned,
+                )  # fmt: skip
+            if lint is not None:
+                self._picked.put(ids, value)
+                self._picked_by.note(ids, lint)
+
+    def _feel(self, call: Call, site: Site, picked: dict[int, Tensor]) -> None:
+        """Compare what ids pick with what those of fp32 do, where it has a gradient. Syncs: there."""
+        if not (torch.is_grad_enabled() and any(call.original(t).requires_grad for _, t in call.inputs)):
+            return
+        try:
+            wide = rerun(call, tree_map(lambda v: picked.get(id(v), v), call.given))
+        except (RuntimeError, NotImplementedError, IndexError):  # fp32 picks what is not there
+            return
+        if any(t.shape == v.shape and share_off(t, v.float()) > _TURNED for t, v in zip(call.out, wide, strict=True)):
+            self.amplified.tell(next(self._picked_by.get(t) for t in ids_in(call.given) if id(t) in picked), site.step)
+
     def end_step(self) -> None:
         """Let go of sums that are no more, and of constants that were added. Host only."""
         self._steps.clear()
@@ -312,6 +359,17 @@ class LintWatch:
             self.add("loss-in-16-bit", site, loss.dtype, "the loss", float(loss.detach()))
         if self.has_fp16 and loss_scale == 1.0:
             self.add("no-loss-scale", site, torch.float16, "scaler" if self._is_scaled else "backward", loss_scale)
+
+
+def _in_places_of(call: Call, ids: Tensor, others: Tensor) -> Tensor:
+    """Return other ids; of topk, those that are in both in the places that they have in `ids`: the order of equals means nothing. Syncs: yes."""
+    if call.facts.name != "topk" or not ids.dim():
+        return others
+    dim, size = int(call.args[2]) if len(call.args) > 2 else -1, call.inputs[0][1].numel()
+    mine, new = (x.movedim(dim, -1) for x in (ids, others))
+    row = torch.arange(mine[..., 0].numel(), device=ids.device).view(mine.shape[:-1])[..., None] * size
+    is_kept, is_new = torch.isin(mine + row, new + row), ~torch.isin(new + row, mine + row)
+    return mine.masked_scatter(~is_kept, new[is_new]).movedim(-1, dim)
 
 
 def _counted(call: Call, low: Tensor) -> Tensor | None:

@@ -66,6 +66,10 @@ _TEXTS: dict[str, Callable[[Lint], tuple[str, str]]] = {
         f"{x.site.op} makes rounding large: its result is {x.what} off what fp32 has, of numbers that {x.dtype} rounded since the last layer or input.",
         "compute it, and all behind the last layer or input that it is made of, in fp32: x = x.float() there, with torch.autocast(..., enabled=False); or leave out the large part that cancels.",
     ),
+    "rounded-index": lambda x: (
+        f"{x.site.op} picks by numbers that {x.dtype} rounded since the last layer or input: fp32 picks others in {x.what} of its places.",
+        "compute what it picks by, from there on, in fp32: x = x.float(), with torch.autocast(..., enabled=False); keep the type of the result.",
+    ),
     "masked-row": lambda x: (
         f"{x.what} of a softmax hold -inf alone, which gives NaN.",
         "keep one entry in every row, or mask with torch.finfo(x.dtype).min.",

@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import random_state
 from .._torch import tree_leaves, tree_map, without_autocast
 from ..formats import dtype_name, widest
-from .ops import FACTORS, SOFTMAX_LIKE, Call, Given, is_collective, results
+from .ops import FACTORS, SOFTMAX_LIKE, Call, Given, is_collective, is_plain, results
 from .records import TensorFacts, Wide
 
 _WIDE = (torch.float32, torch.float64)
@@ -87,6 +87,9 @@ def rms(tensor: Tensor, *, is_finite: bool = False) -> float:
     return length(values) / math.sqrt(tensor.numel())
 
 
+_IDS = (torch.int64, torch.int32)
+
+
 def rerun(call: Call, given: Given | None = None) -> list[Tensor]:
     """Run an op again, on copies of what it writes, with the values it was given or with others in their place.
 
@@ -134,6 +137,23 @@ def rerun_wide(call: Call, dtype: torch.dtype, given: Given | None = None) -> li
         return rerun(call, (args, kwargs))
     except (RuntimeError, NotImplementedError, TypeError):
         return None
+
+
+def whole_results(call: Call, values: dict[int, Tensor]) -> list[Tensor]:
+    """Return the ids that an op gives in fp32 with some arguments exchanged, by their `id`; none where it cannot. Syncs: as the op does."""
+    if call.facts.draws:
+        return []
+    args, kwargs = _widened(tree_map(lambda v: values.get(id(v), v), call.given), torch.float32)
+    try:
+        with torch.no_grad(), without_autocast():
+            return ids_in(call.func(*args, **kwargs))
+    except (RuntimeError, NotImplementedError, TypeError, IndexError):
+        return []
+
+
+def ids_in(value: Any) -> list[Tensor]:
+    """Return the tensors of int64 and int32 in what an op was given or gave. Syncs: no."""
+    return [t for t in tree_leaves(value) if isinstance(t, Tensor) and t.dtype in _IDS and is_plain(t)]
 
 
 def wide_results(call: Call, narrow: torch.dtype, given: Given | None = None) -> tuple[Wide, ...]:

@@ -159,6 +159,12 @@ def plain(tensor: Tensor) -> Tensor | None:
     return tensor if tensor.is_floating_point() and tensor.layout is torch.strided else None
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Say whether a tensor is strided memory of its own class, and no wrapper of a transform. Host only."""
+    is_memory = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested
+    return is_memory and not tensor.is_meta and not has_no_memory(tensor) and unwrapped(tensor) is tensor
+
+
 def arguments(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Tensor]]:
     """Return the floating tensors among an op's arguments, by schema name. Syncs: no."""
     named = [*zip(facts.arguments, args, strict=False), *kwargs.items()]

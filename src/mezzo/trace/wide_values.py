@@ -290,15 +290,15 @@ class Amplified:
         if has_weight and call.facts.name == "to":
             self._weights.note(call.out[0], True)
         if wrong is not None and (is_layer or _is_data(call, read, wrong)):
-            self._tell(wrong, site.step)
+            self.tell(wrong.lint, site.step)
         local = None if is_layer else run_in_fp32(call, self._local.known(call))
         for tensor, value, alone in zip(call.out, wide, local or wide, strict=True):
-            error = _Error(_off(tensor, value))
+            error = _Error(share_off(tensor, value))
             if local is None:
                 self._local.forget(tensor)
             elif wrong is not None and error.off > _SEEN:
                 error = replace(wrong, off=error.off, is_used=wrong.is_used or not _is_linear(call, read))
-            elif error.off > _WRONG and _off(alone, value) < min(_SEEN, error.off / 4):
+            elif error.off > _WRONG and share_off(alone, value) < min(_WRONG, error.off / 4):
                 is_used = not _is_linear(call, None) and call.facts.name not in _LOGARITHMS
                 lint = Lint(
                     rule="amplified-rounding", site=site, kernel=call.facts.kernel, dtype=dtype_name(dtype),
@@ -315,7 +315,7 @@ class Amplified:
         value = plain(loss)
         error = None if value is None else self._errors.get(value)
         if error and error.lint and (error.is_used or (of_risks and error.lint.site.op in _LOGARITHMS)):
-            self._tell(error, step)
+            self.tell(error.lint, step)
 
     def lasting(self) -> list[Lint]:
         """Return what came in half of the steps or more: what is left where a loss is met is rounding. Host only."""
@@ -327,13 +327,17 @@ class Amplified:
         self._local = WideValues()
         self._errors.drop_except(StorageNotes())
 
-    def _tell(self, error: _Error, step: int) -> None:
-        lint = error.lint
+    def local(self, call: Call) -> dict[int, Tensor]:
+        """Return what an op would be given if all since the last layers ran in fp32, by the id of what it read. Syncs: no."""
+        return self._local.known(call)
+
+    def tell(self, lint: Lint | None, step: int) -> None:
+        """Take note of what a gradient felt in a step. Host only."""
         assert lint is not None  # where it is called
         self.found.setdefault((str(lint.site.frame), lint.kernel), (lint, set()))[1].add(step)
 
 
-def _off(tensor: Tensor, wide: Tensor) -> float:
+def share_off(tensor: Tensor, wide: Tensor) -> float:
     """Return how far a tensor lies from another, as a share of that one's norm; 0 where that is 0 or not finite. Syncs: yes."""
     top = float(wide.norm())
     off = float((tensor.detach().to(wide.dtype) - wide).norm()) if 0 < top < math.inf else 0.0
