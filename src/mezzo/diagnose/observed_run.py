@@ -305,10 +305,12 @@ def _is_index(value: object) -> bool:
 
 def _arguments(call: Call) -> tuple[tuple[str, str], ...]:
     named = {**dict(zip(call.facts.arguments, call.args, strict=False)), **call.kwargs}
-    parts = {n: v if isinstance(v, (list, tuple)) else [v] for n, v in named.items() if not isinstance(v, str)}
-    return tuple(
-        (n, repr(v)) for n, v in named.items() if all(isinstance(part, (int, float)) for part in parts.get(n, ()))
-    )
+    return tuple((n, repr(v)) for n, v in named.items() if isinstance(v, str) or _is_numbers(v))
+
+
+def _is_numbers(value: object) -> bool:
+    """Say whether a value is a number or a flag, or a list or tuple of some."""
+    return all(isinstance(v, (int, float)) for v in (value if isinstance(value, (list, tuple)) else [value]))
 
 
 def observe(run: Callable[[], object], model: nn.Module | None, other: dict[str, Tensor]) -> Run:

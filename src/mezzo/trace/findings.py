@@ -152,22 +152,28 @@ def _roots(events: list[Event], sink: Sink) -> list[Event]:
     # the sum over nothing is -inf, as a lattice's states that cannot be reached are
     mixed = [e for e in events if e.kind == "mixed" and (not is_asked or any(t.nan for t in e.outputs))]
     has_full_rows = any(e.full_rows for e in mixed)
-    # a mask's infinities stay -inf, until they go through arithmetic
-    multiplied = (e.site.op in _PRODUCTS or any(t.posinf for t in e.inputs) for e in mixed if not e.full_rows)
-    is_masked = bool(mixed) and not any(multiplied)
+    is_masked = bool(mixed) and not any(_is_multiplied(e) for e in mixed)
     leaves = [e for e in events if e.kind == "leaf" and not (is_masked and _is_mask(e, has_full_rows))]
     constants = [e for e in events if e.kind == "constant"]
     if sources or leaves:
         return sorted([*sources, *leaves], key=lambda e: e.index)
     if mixed:
-        # a mask is added or chosen from; no layer reads it, no optimizer
-        read = [e for e in constants if mixed[0].site.op in _LAYERS or e.site.phase == "optimizer"]
-        written = [e for e in read if e.index in mixed[0].parents]
+        written = [e for e in constants if e.index in mixed[0].parents and _is_meant_finite(e, mixed[0])]
         return written if written and not mixed[0].full_rows else mixed[:1]
     # an output may hold -inf on purpose, as the logits of forbidden actions do; a loss may not
     if not is_asked:
         return constants
     return [e for e in constants if sink.is_loss and any(t.nan for t in e.outputs)]
+
+
+def _is_meant_finite(written: Event, mixed: Event) -> bool:
+    """Say whether an infinity that was written was meant to be a number: a mask is added or chosen from, no layer reads it, no optimizer."""
+    return mixed.site.op in _LAYERS or written.site.phase == "optimizer"
+
+
+def _is_multiplied(mixed: Event) -> bool:
+    """Say whether infinities went through arithmetic before they met: a mask's stay -inf."""
+    return not mixed.full_rows and (mixed.site.op in _PRODUCTS or any(t.posinf for t in mixed.inputs))
 
 
 def _is_mask(leaf: Event, has_full_rows: bool = False) -> bool:
