@@ -358,3 +358,43 @@ class TestOutsideToolsOnAPreparedModel:
 
 def test_every_refusal_is_one_of_mezzo() -> None:
     assert issubclass(PolicyError, MezzoError)
+
+
+class _Noise(nn.Module):
+    """Whoever has it may give it another size at any time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.size
+
+
+def _around(act: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), act, act, nn.Linear(8, 1))
+
+
+def _stepper(model: nn.Module, policy: str) -> mezzo.Stepper:
+    return mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy)
+
+
+def test_models_that_share_an_activation_go_each_its_own_way() -> None:
+    act, x = nn.GELU(), torch.randn(4, 8)  # as a default argument is one object in all models
+    models = [_around(act), _around(act)]
+    alone = [copy.deepcopy(model) for model in models]
+    steppers = [_stepper(model, policy) for kind in (models, alone) for model, policy in zip(kind, ("bf16", "fp32"), strict=True)]  # fmt: skip
+    for amp in 2 * steppers:
+        amp.zero_grad()
+        amp.backward(amp.model(x).square().mean())
+        assert amp.step()
+    for model, own in zip(models, alone, strict=True):
+        assert all(map(torch.equal, model.parameters(), own.parameters()))
+
+
+@pytest.mark.parametrize(("kind", "policy", "error"), [(nn.GELU, "bf16, module:none=fp32", PolicyError), (_Noise, "bf16", StepError)])  # fmt: skip
+def test_a_second_prepare_that_is_refused_leaves_what_both_have(kind: Any, policy: str, error: type[Exception]) -> None:
+    act = kind()
+    act.size = 0.1
+    first, second = _stepper(_around(act), "bf16"), _around(act)
+    with pytest.raises(error):
+        _stepper(second, policy)
+    assert second[1] is second[2] is act
+    first.backward(first.model(torch.randn(4, 8)).square().mean())
+    assert first.step()

@@ -2,6 +2,9 @@
 
 from .bind import bind as bind
 from .bind import innermost as innermost
+from .bind import is_activation as is_activation
+from .bind import is_held as is_held
+from .bind import part_ as part_
 from .bind import rebind as rebind
 from .bind import remember as remember
 from .bind import unbind as unbind

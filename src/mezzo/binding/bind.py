@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,14 +16,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import is_parametrized
 
-from .._torch import is_graphed
+from .._torch import is_graphed, own_modules
 from ..casting import is_attention, runs_later
 from ..distributed import class_names
 from ..errors import PolicyError
 from ..formats import LOW_DTYPES
 from ..policy import FP32_RULES, CacheName, Policy, names_around
 from .forward import RECORD, Binding, Bound, bound_class, enter_thread, record
-from .hand_written import class_of
+from .hand_written import STATELESS, class_of
 from .module_rules import Precision
 from .own_ops import CALL_FORWARD, TRACED_AS_WRITTEN, in_place_of_forward
 
@@ -193,12 +195,39 @@ def _holds(value: Any, forward: object, depth: int) -> bool:
     return any(_holds(one, forward, depth - 1) for one in kept if callable(one))
 
 
+def is_activation(module: nn.Module) -> bool:
+    """Whether what a module computes was settled when it was made: no tensors, no children, and no attributes but those of a library's activations. Host only."""
+    is_empty = not own_modules(module) and next(itertools.chain(module.parameters(), module.buffers()), None) is None
+    is_plain = vars(module).keys() <= STATELESS or "activation" in class_of(module).__module__.rpartition(".")[2]
+    return is_empty and is_plain
+
+
+def part_(model: nn.Module) -> None:
+    """Give a model copies of the activations that another prepared model has too, as of a default argument. Writes: children of its modules. Host only."""
+    copies: dict[nn.Module, nn.Module] = {}
+    for children in [own_modules(module) for module in model.modules()]:
+        for name, module in children.items():
+            if module is not None and is_held(module) and is_activation(module):
+                children[name] = copies.setdefault(module, copy.copy(module))
+    for made in copies.values():
+        unbind(made)
+
+
+def is_held(module: nn.Module) -> bool:
+    """Whether a module is part of a prepared model whose stepper lives. Host only."""
+    bound = record(module)
+    return bound is not None and bound.binding.stepper is not None
+
+
 def remember(model: nn.Module) -> Callable[[], None]:
-    """Return a function that gives the modules of a model back class, forward and record as they are now. Host only."""
-    kept = [(m, type(m), type(m).__bases__, {k: vars(m)[k] for k in _WRITTEN if k in vars(m)}) for m in model.modules()]
+    """Return a function that gives the modules of a model back class, forward, record and children as they are now. Host only."""
+    written_in = [(m, {k: vars(m)[k] for k in _WRITTEN if k in vars(m)}) for m in model.modules()]
+    kept = [(m, type(m), type(m).__bases__, written, dict(own_modules(m))) for m, written in written_in]
 
     def put_back() -> None:
-        for module, cls, bases, written in kept:
+        for module, cls, bases, written, children in kept:
+            for name in [name for name, child in children.items() if own_modules(module)[name] is not child]:
+                own_modules(module)[name] = children[name]
             if type(module) is not cls:
                 module.__class__ = cls
             if cls.__bases__ != bases:

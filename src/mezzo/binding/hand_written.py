@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .._torch import own_modules, own_parameters, without_dispatch_modes
 from ..formats import LOW_DTYPES
 
-_STATELESS = frozenset({*vars(nn.Module()), "_mezzo_bound", "_is_hf_initialized"})
+STATELESS = frozenset({*vars(nn.Module()), "_mezzo_bound", "_is_hf_initialized"})
 """Attributes that no forward reads: those of every module, the policy's record and a note of transformers'."""
 
 
@@ -39,7 +39,7 @@ def hand_written_gelu(module: nn.Module) -> Callable[..., Any] | None:
     original = class_of(module)
     if "gelu" not in original.__name__.casefold() or original.__module__.startswith("torch.nn."):
         return None
-    has_state = not vars(module).keys() <= _STATELESS or own_modules(module) or own_parameters(module)
+    has_state = not vars(module).keys() <= STATELESS or own_modules(module) or own_parameters(module)
     return None if has_state or next(module.buffers(), None) is not None else _gelu_of(original, original.forward)
 
 
@@ -129,7 +129,7 @@ def hand_written_rms_norm(module: nn.Module) -> HandWrittenRMSNorm | None:
     if it has the values and the gradients of the formula, in training and evaluation. Its forward is called to see, on empty copies.
     """
     original = class_of(module)
-    state = tuple(sorted((name, value) for name, value in vars(module).items() if name not in _STATELESS))
+    state = tuple(sorted((name, value) for name, value in vars(module).items() if name not in STATELESS))
     (name, weight), *others = [*own_parameters(module).items(), ("", None), ("", None)][:2]
     is_other = "norm" not in original.__name__.casefold() or original.__module__.startswith("torch.nn.")
     has_more = others[0][0] or own_modules(module) or next(module.buffers(), None) is not None

@@ -219,8 +219,7 @@ def _refuse_own_ways(ddp: DistributedDataParallel) -> None:
 
 
 def _has_own_hook(ddp: DistributedDataParallel, policy: Policy) -> bool:
-    trained = [p.dtype for p in _replicated(ddp).values() if p.requires_grad]
-    others = {dtype_name(dtype) for dtype in trained if policy.grads not in (None, dtype)}
+    others = {dtype_name(p.dtype) for p in _replicated(ddp).values() if p.requires_grad and policy.grads is not p.dtype}
     for given, _ in comm_hooks(ddp):
         name = getattr(given, "__name__", type(given).__name__)
         sent = _COMPRESSING.get(name)

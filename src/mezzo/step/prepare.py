@@ -19,8 +19,10 @@ from ..binding import (
     check_optimizers,
     convert_,
     innermost,
+    is_activation,
+    is_held,
     is_sparse,
-    record,
+    part_,
     remember,
     set_grad_dtype_,
     with_missing_kernels,
@@ -155,6 +157,7 @@ def _prepared(
     """Bind the policy and make the stepper. Writes: as `prepare`; `undo`, which takes it back."""
     inner = innermost(model)
     undo.callback(remember(inner))
+    part_(inner)
     undo.callback(remember_attributes(inner, given))
     was, optimizers = original(inner, given), list[Optimizer]()
     sparse = {p for module in inner.modules() if is_sparse(module) for p in module.parameters(recurse=False)}
@@ -247,8 +250,8 @@ def _inner_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 def _refuse_prepared(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    records = {fqn or type(module).__name__: record(module) for fqn, module in model.named_modules()}
-    modules = [name for name, bound in records.items() if bound is not None and bound.binding.stepper is not None]
+    named = model.named_modules()
+    modules = [n or type(m).__name__ for n, m in named if is_held(m) and not (n and is_activation(m))]
     found = modules[:1] + [type(optimizer).__name__ for optimizer in optimizers if is_owned(optimizer)][:1]
     if found:
         raise StepError(
