@@ -56,15 +56,16 @@ def sparkline(values: tuple[float, ...]) -> str:
 def grid(
     rows: Sequence[Sequence[str]], *, right: Sequence[int] = (), width: int | None = None, gap: str = "  "
 ) -> Iterator[str]:
-    """Yield the lines of a table: columns as wide as they must be, the widest folded where the line has no room.
+    """Yield the lines of a table: columns as wide as they must be, the widest ones folded where the line has no room.
 
     Columns at the indices `right` are set to the right; `width` is in characters, and None folds nothing.
     """
-    widths = [max(len(line) for text in column for line in text.split("\n")) for column in zip(*rows, strict=True)]
-    if width is not None and widths:
-        widest = widths.index(max(widths))
-        others = sum(widths) - widths[widest] + len(gap) * (len(widths) - 1)
-        widths[widest] = min(widths[widest], max(_NARROWEST, width - others))
+    columns = list(zip(*rows, strict=True))
+    widths = [max(len(line) for text in column for line in text.split("\n")) for column in columns]
+    floors = [max([_NARROWEST, *(len(word) for text in column for word in text.split())]) for column in columns]
+    for _ in range(0 if width is None else sum(widths) + len(gap) * (len(widths) - 1) - width):
+        if foldable := [i for i, size in enumerate(widths) if size > floors[i]]:
+            widths[max(foldable, key=widths.__getitem__)] -= 1
     for row in rows:
         folded = [_folded(text, size) for text, size in zip(row, widths, strict=True)]
         for parts in zip_longest(*folded, fillvalue=""):
@@ -107,9 +108,8 @@ def _chart(block: Chart) -> Iterator[tuple[str, str, str]]:
 
 
 def _heat(block: Heat) -> Iterator[tuple[str, str]]:
-    rest = len(block.rows) - _HEAT_ROWS
     yield from ((name, sparkline(values)) for name, values in block.rows[:_HEAT_ROWS])
-    if rest > 0:
+    if (rest := len(block.rows) - _HEAT_ROWS) > 0:
         yield f"… and {rest} more, on the page", ""
 
 
