@@ -83,3 +83,9 @@ def test_the_three_forms(tmp_path: Path) -> None:
     assert "They part at layer_norm" in str(report) and "eps is 1e-05 in a and 0.01 in b" in str(report)
     assert json.loads(report.to_json())["finding"]["op"] == "layer_norm"
     assert "layer_norm" in report.to_html(tmp_path / "page.html").read_text()
+
+
+def test_outputs_that_are_equal_are_not_called_rounding() -> None:
+    assert "in fp64 both give the same, and the outputs are equal" in str(mismatch(NET, copy.deepcopy(NET), X))
+    low = torch.autocast("cpu", torch.bfloat16)(lambda x: NET(x))
+    assert "is rounding" in str(mismatch(NET, low, X))

@@ -134,7 +134,7 @@ class MismatchReport(Report):
         if self.finding is None and self.unseen:
             return f"Not enough seen: {self.unseen}."
         if self.finding is None:
-            return f"They agree: in fp64 both give the same, and the difference of {gap:.2g} is rounding."
+            return f"They agree: in fp64 both give the same, and the {f'difference of {gap:.2g} is rounding' if gap else 'outputs are equal'}."
         f = self.finding
         where = f" at {f.frame}" if f.frame else ""
         return f"They part at {f.op}, module {f.module or '(root)'}{where}: {f.what}."
