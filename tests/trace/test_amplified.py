@@ -177,9 +177,9 @@ class Layer(nn.Linear):
             return super().forward(x)
 
 
-def traced(loss_of: Losses, dtype: torch.dtype = BF16, steps: int = 2) -> TraceReport:
+def traced(loss_of: Losses, dtype: torch.dtype = BF16, steps: int = 2, layer: type[nn.Linear] = Layer) -> TraceReport:
     torch.manual_seed(0)
-    model, x = Layer(8, 8), torch.randn(64, 8)
+    model, x = layer(8, 8), torch.randn(64, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     LOW[0] = dtype
     with diagnose.trace(model) as t:
@@ -310,3 +310,34 @@ def test_what_comes_in_the_end_alone_is_rounding() -> None:
         return offset(m, x) if len(state) > 4 else m(x).float().square().mean()
 
     assert named(traced(partial(turns, state=[]), steps=6)) == []
+
+
+def level(
+    base: float, spread: float, m: nn.Linear, x: Tensor, loss_of: Callable[[Tensor], Tensor] = torch.square
+) -> Tensor:
+    """A regression on numbers that lie close together, far from 0."""
+    with torch.no_grad():
+        m.bias.add_(base - m.bias.mean())
+    return loss_of(m(x).float() - (base + spread * x.sum(-1, keepdim=True))).mean()
+
+
+def quantile(error: Tensor) -> Tensor:
+    return torch.maximum(0.9 * error, -0.1 * error)
+
+
+@pytest.mark.parametrize("loss_of", [torch.square, torch.abs, quantile])
+@pytest.mark.parametrize(("base", "spread"), [(300.0, 0.2), (2000.0, 0.2), (-273.0, 0.1)])
+def test_a_layer_whose_results_lie_closer_together_than_16_bit_numbers_is_named(
+    base: float, spread: float, loss_of: Callable[[Tensor], Tensor]
+) -> None:
+    report = traced(partial(level, base, spread, loss_of=loss_of))
+    [lint] = [x for x in report.record.lints if x.rule == "amplified-rounding"]
+    told = explain_lint(lint)
+    assert "results of addmm (module Layer) lie closer together than numbers of bf16" in told.why, told
+    assert "run that layer in fp32" in told.advice
+    assert not named(traced(partial(level, base, spread, loss_of=loss_of), FP32, layer=nn.Linear))
+
+
+@pytest.mark.parametrize(("base", "spread"), [(3.5, 1.0), (100.0, 20.0), (0.0, 1e-3)])
+def test_a_regression_that_16_bit_tells_apart_is_healthy(base: float, spread: float) -> None:
+    assert not named(traced(partial(level, base, spread)))

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .._torch import storage_id, tree_map
 from ..formats import LOW_DTYPES, dtype_name
 from .fix import edit_of
-from .measure import is_finite, rerun_wide
+from .measure import amax, is_finite, rerun_wide
 from .ops import CASTS, Call, is_product, plain
 from .records import Lint, Site
 
@@ -234,8 +234,12 @@ _LINEAR = frozenset({
     "masked_fill", "clamp", "clamp_min", "clamp_max", "relu", "abs", "max", "min", "amax", "amin", "maximum", "minimum",
 })  # fmt: skip
 """Ops whose gradient does not depend on the values they are given, but for their signs and order."""
+_TURNS = frozenset({"abs", "maximum", "minimum"})
+"""Those whose gradient has another sign where an argument has."""
 _LOGARITHMS = frozenset({"log", "log2", "log10", "log1p"})
 """Ops whose gradient is right where their argument is."""
+CLOSE = " since "
+"""Before the layer whose results lie closer together than 16-bit numbers."""
 _WRONG, _SEEN = 1 / 4, 1 / 8
 """How far from fp32 a result must lie where rounding was made large, and what comes of it."""
 
@@ -258,7 +262,7 @@ class _Error:
 class Amplified:
     """Finds ops that make rounding large (differences of nearly equal numbers, phases, long products) on the way to a loss or a layer.
 
-    What layers round, products with weights, is not counted: an op is named where its result is right once all between the last of
+    What layers round, products with weights, is not counted, unless a layer's rows lie closer together than 16-bit numbers: an op is named where its result is right once all between the last of
     them, or the input, and it runs in fp32, as it does beside the run.
 
     Attributes:
@@ -271,6 +275,7 @@ class Amplified:
         self._errors: StorageNotes[_Error] = StorageNotes()
         self._local = WideValues()
         self._weights: StorageNotes[bool] = StorageNotes()
+        self._close: StorageNotes[str] = StorageNotes()
 
     def model(self, model: nn.Module) -> None:
         """Take note of the weights of a model that is about to run. Syncs: no."""
@@ -281,33 +286,45 @@ class Amplified:
     def see(self, call: Call, site: Site, wide: list[Tensor] | None, dtype: torch.dtype) -> None:
         """Take in one op and its results in an fp32 run, and the 16-bit format met last. Syncs: where they are known."""
         if wide is None or site.phase != "forward":
-            forget_results(call, self._errors, self._local)
+            forget_results(call, self._errors, self._local, self._close)
             return
         given = [(t, e) for _, t in call.inputs if (e := self._errors.get(call.original(t))) is not None]
         read, wrong = next(((t, e) for t, e in given if e.lint), (None, None))
+        right = None if read is None else self._local.get(call.original(read))
         has_weight = any(self._weights.get(t) for _, t in call.inputs)
         is_layer = has_weight and is_product(call.func)
         if has_weight and call.facts.name == "to":
             self._weights.note(call.out[0], True)
         if wrong is not None and (is_layer or _is_data(call, read, wrong)):
             self.tell(wrong.lint, site.step)
+        close = next((x for _, t in call.inputs if (x := self._close.get(call.original(t)))), "")
+        if is_layer:
+            is_layer = not (call.out and _are_too_close(call.out[0], wide[0]))
+            close = "" if is_layer else f"{site.op} (module {site.path})"
         local = None if is_layer else run_in_fp32(call, self._local.known(call))
         for tensor, value, alone in zip(call.out, wide, local or wide, strict=True):
             error = _Error(share_off(tensor, value))
             if local is None:
                 self._local.forget(tensor)
-            elif wrong is not None and error.off > _SEEN:
-                error = replace(wrong, off=error.off, is_used=wrong.is_used or not _is_linear(call, read))
+            elif (
+                wrong is not None
+                and read is not None
+                and (error.off > _SEEN or (wrong.is_used and _carries(call, read, right)))
+            ):
+                has_turned = bool(close) and call.facts.name in _TURNS
+                is_used = wrong.is_used or has_turned or not _is_linear(call, read)
+                error = replace(wrong, off=error.off, is_used=is_used)
             elif error.off > _WRONG and share_off(alone, value) < min(_WRONG, error.off / 4):
                 is_used = not _is_linear(call, None) and call.facts.name not in _LOGARITHMS
                 lint = Lint(
                     rule="amplified-rounding", site=site, kernel=call.facts.kernel, dtype=dtype_name(dtype),
-                    what=f"{error.off:.0%}", value=error.off,
+                    what=f"{error.off:.0%}{CLOSE if close else ''}{close}", value=error.off,
                 )  # fmt: skip
                 error = _Error(error.off, lint, is_used)
             if local is not None:
                 self._local.put(tensor, alone)
             self._errors.note(tensor, error)
+            self._close.note(tensor, close)
 
     def loss(self, loss: Tensor, step: int, of_risks: bool) -> None:
         """Take note of what backward starts from, and whether a wrong value counts where its gradient is right. Host only."""
@@ -342,6 +359,22 @@ def share_off(tensor: Tensor, wide: Tensor) -> float:
     top = float(wide.norm())
     off = float((tensor.detach().to(wide.dtype) - wide).norm()) if 0 < top < math.inf else 0.0
     return off / top if 0 < off < math.inf else 0.0
+
+
+def _carries(call: Call, read: Tensor, right: Tensor | None) -> bool:
+    """Say whether the gradient of a wrong tensor counts in that of its mean, or of a loss that such a mean is no small part of. Syncs: there."""
+    if call.facts.name in ("mean", "sum"):
+        return right is not None and share_off(read, right) > _SEEN
+    is_term = call.facts.name in ("add", "sub") and amax(read) > _SEEN * amax(call.out[0])
+    return read.numel() == 1 and (len(call.inputs) == 1 or is_term)
+
+
+def _are_too_close(tensor: Tensor, wide: Tensor) -> bool:
+    """Say whether what 16 bit rounds of rows is as large as what they differ in, as where all lie near 300. Syncs: where they are in 16 bit."""
+    if tensor.dtype not in LOW_DTYPES or tensor.dim() < 2:
+        return False
+    rows = wide.reshape(-1, wide.shape[-1])
+    return 0 < _WRONG * float((rows - rows.mean(0)).norm()) < float((tensor.detach().float() - wide).norm()) < math.inf
 
 
 def _is_data(call: Call, read: Tensor | None, error: _Error) -> bool:
