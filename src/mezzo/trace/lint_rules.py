@@ -40,7 +40,7 @@ _CAUSES = frozenset({"integers-in-16-bit", "ids-in-16-bit", "buffer-in-16-bit", 
 """Rules that name why an op of the same module makes rounding large."""
 _MOST = 64
 """Lints of one rule that are kept."""
-_TURNED = 1 / 4
+_TURNED = 1 / 2
 """How far what ids pick must lie from what those of fp32 pick."""
 _LOOKED_AT = 16
 """Additions by one line to one sum from one look at what it lost to the next."""
