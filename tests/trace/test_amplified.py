@@ -312,6 +312,16 @@ def test_what_comes_in_the_end_alone_is_rounding() -> None:
     assert named(traced(partial(turns, state=[]), steps=6)) == []
 
 
+def test_ids_that_rounding_turned_past_the_end_are_named_where_the_program_ends() -> None:
+    def past(m: nn.Linear, x: Tensor) -> Tensor:
+        return m.weight[(low(torch.tensor([0.1, 0.9999])) * 8).long()].square().mean()
+
+    LOW[0] = BF16
+    with pytest.raises(IndexError), diagnose.trace(None) as t:
+        past(nn.Linear(8, 8), torch.zeros(1))
+    assert named(t.report, "rounded-index") == ["past"]
+
+
 def level(
     base: float, spread: float, m: nn.Linear, x: Tensor, loss_of: Callable[[Tensor], Tensor] = torch.square
 ) -> Tensor:

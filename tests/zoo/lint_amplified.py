@@ -1,4 +1,4 @@
-"""A habit that makes rounding large while everything is still finite; the others stand in lint_cases.py."""
+"""Habits that make rounding large while everything is still finite; the others stand in lint_cases.py."""
 
 from __future__ import annotations
 
@@ -12,3 +12,12 @@ def cosine_from_one(dtype: torch.dtype) -> Run:
         return (1e3 - 1e3 * torch.cos(0.04 * x)).square()  # FAULT
 
     return functional(compute, dtype, torch.rand(4, 8), scale=256.0)
+
+
+def bins_in_16_bit(dtype: torch.dtype) -> Run:
+    times = torch.linspace(1900, 2000, 64)
+
+    def compute(x: Tensor) -> Tensor:
+        return x[(times.to(x.dtype) * 3).long() % len(x)].square()  # FAULT
+
+    return functional(compute, dtype, torch.rand(64, 8), scale=256.0)

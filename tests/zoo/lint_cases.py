@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from tests.zoo.case import Case
 from tests.zoo.faulty_forward import BF16, FP16, Run, functional
-from tests.zoo.lint_amplified import cosine_from_one
+from tests.zoo.lint_amplified import bins_in_16_bit, cosine_from_one
 from torch import Tensor, nn
 
 
@@ -376,15 +376,14 @@ LINTS = [
     LintCase(build=log_of_one_plus_little, module="body", verdict="log-of-one-plus", dtypes=BOTH, names=("off by",)),
     LintCase(build=difference_of_two_forwards, verdict="finite-difference", dtypes=BOTH, names=("its step, 0.0001",)),
     LintCase(build=cosine_from_one, module="body", verdict="amplified-rounding", dtypes=BOTH, names=("sub makes",)),
+    LintCase(build=bins_in_16_bit, module="body", verdict="rounded-index", dtypes=BOTH, names=("fp32 picks others",)),
     LintCase(build=fully_masked_row, module="body", verdict="masked-row", dtypes=BOTH, names=("1 row",)),
     LintCase(
         build=rotary_buffer_cast_with_the_model, verdict="buffer-in-16-bit", dtypes=BOTH, names=("buffer inv_freq",)
     ),
     LintCase(build=running_sum_of_losses, verdict="half-accumulator", dtypes=BOTH),
     LintCase(build=backward_inside_the_region, verdict="backward-in-region", dtypes=BOTH),
-    LintCase(
-        build=half_model_in_a_region, verdict="half-weights-in-region", dtypes=BOTH, names=("2 trainable parameters",)
-    ),
+    LintCase(build=half_model_in_a_region, verdict="half-weights-in-region", dtypes=BOTH, names=("2 trainable",)),
     LintCase(build=loss_in_16_bit, verdict="loss-in-16-bit", dtypes=BOTH),
     LintCase(build=clipped_before_unscaled, verdict="clip-before-unscale", dtypes=BOTH, names=("256",)),
     LintCase(build=stepped_past_the_scaler, verdict="scaled-step", dtypes=BOTH, names=("multiplied by 256",)),

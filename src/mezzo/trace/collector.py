@@ -180,6 +180,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
     def _on_refusal(self, call: Call, site: Site) -> None:
         """Take note that an op raised, if it was given non-finite values or asks whether a matrix has the factors it should."""
         with self.aside():
+            self.lints.refused(call, site)
             factored = self._factored if call.facts.name == "linalg_check_errors" else None
             call, site = factored or (call, site)
             bad = [self._causes.get(t) or self._leaf(call, site, n, t) for n, t in call.inputs if not is_finite(t)]
@@ -315,8 +316,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         judged = self.reference.judge(call, self._carried) if computed else (None, None)
         operands = self._operands(call, site) if computed else OpInputs([], [])
         wide = wide_results(call, bad[0].dtype, judged_on) if kind == "source" else ()
-        saved = (t for _, t in operands.saved)
-        followers, is_tried = self.reference.needs_fp32(call, saved, judged, wide)
+        followers, is_tried = self.reference.needs_fp32(call, (t for _, t in operands.saved), judged, wide)
         given = ", ".join(str(x) for x in numbers(call.args, call.kwargs) if not math.isfinite(x))
         event = Event(
             index=index,

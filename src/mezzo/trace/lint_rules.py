@@ -273,8 +273,8 @@ class LintWatch:
 
     def _picks(self, call: Call, site: Site, reference: ReferencePath) -> None:
         """Follow ids that were computed from 16-bit numbers to what they pick: whether fp32 picks others, and a gradient feels it. Syncs: there."""
-        found, given = ids_in(call.returned), ids_in(call.given)
-        picked = {id(t): ids for t in given if (ids := self._picked.get(t)) is not None}
+        found = ids_in(call.returned)
+        picked = self._of_fp32(call)
         if picked and call.out:
             self._feel(call, site, picked)
         known = {id(t): v for _, t in call.inputs if (v := reference.get(t)) is not None}
@@ -283,7 +283,7 @@ class LintWatch:
         if not found or call.facts.writes or not (picked or (known and call.facts.name in _PICKS)):
             return
         wide, alone = whole_results(call, known | picked), whole_results(call, self.amplified.local(call) | picked)
-        lint = next((x for t in given if (x := self._picked_by.get(t)) is not None), None)
+        lint = self._behind(call)
         for ids, others, nearby in zip(found, wide, alone, strict=False):
             if not ids.numel() or not ids.shape == others.shape == nearby.shape:
                 continue
@@ -298,16 +298,32 @@ class LintWatch:
                 self._picked.put(ids, value)
                 self._picked_by.note(ids, lint)
 
+    def refused(self, call: Call, site: Site) -> None:
+        """Take note of an op that raised for ids that rounding turned, and takes those of fp32. Syncs: as the op does."""
+        picked = self._of_fp32(call)
+        if picked and self._picking(call, picked) is not None:
+            self.amplified.tell(self._behind(call), *range(site.step + 1))
+
     def _feel(self, call: Call, site: Site, picked: dict[int, Tensor]) -> None:
         """Compare what ids pick with what those of fp32 do, where it has a gradient. Syncs: there."""
         if not (torch.is_grad_enabled() and any(call.original(t).requires_grad for _, t in call.inputs)):
             return
+        wide = self._picking(call, picked) or []
+        if any(t.shape == v.shape and share_off(t, v.float()) > _TURNED for t, v in zip(call.out, wide, strict=False)):
+            self.amplified.tell(self._behind(call), site.step)
+
+    def _of_fp32(self, call: Call) -> dict[int, Tensor]:
+        return {id(t): ids for t in ids_in(call.given) if (ids := self._picked.get(t)) is not None}
+
+    def _behind(self, call: Call) -> Lint | None:
+        return next((x for t in ids_in(call.given) if (x := self._picked_by.get(t)) is not None), None)
+
+    def _picking(self, call: Call, picked: dict[int, Tensor]) -> list[Tensor] | None:
+        """Run an op with the ids of fp32; None where they pick what is not there. Syncs: as the op does."""
         try:
-            wide = rerun(call, tree_map(lambda v: picked.get(id(v), v), call.given))
-        except (RuntimeError, NotImplementedError, IndexError):  # fp32 picks what is not there
-            return
-        if any(t.shape == v.shape and share_off(t, v.float()) > _TURNED for t, v in zip(call.out, wide, strict=True)):
-            self.amplified.tell(next(self._picked_by.get(t) for t in ids_in(call.given) if id(t) in picked), site.step)
+            return rerun(call, tree_map(lambda v: picked.get(id(v), v), call.given))
+        except (RuntimeError, NotImplementedError, IndexError):
+            return None
 
     def end_step(self) -> None:
         """Let go of sums that are no more, and of constants that were added. Host only."""

@@ -348,10 +348,10 @@ class Amplified:
         """Return what an op would be given if all since the last layers ran in fp32, by the id of what it read. Syncs: no."""
         return self._local.known(call)
 
-    def tell(self, lint: Lint | None, step: int) -> None:
-        """Take note of what a gradient felt in a step. Host only."""
+    def tell(self, lint: Lint | None, *steps: int) -> None:
+        """Take note of what a gradient felt in some steps. Host only."""
         assert lint is not None  # where it is called
-        self.found.setdefault((str(lint.site.frame), lint.kernel), (lint, set()))[1].add(step)
+        self.found.setdefault((str(lint.site.frame), lint.kernel), (lint, set()))[1].update(steps)
 
 
 def share_off(tensor: Tensor, wide: Tensor) -> float:
