@@ -290,13 +290,13 @@ class Amplified:
             return
         given = [(t, e) for _, t in call.inputs if (e := self._errors.get(call.original(t))) is not None]
         read, wrong = next(((t, e) for t, e in given if e.lint), (None, None))
-        right = None if read is None else self._local.get(call.original(read))
         has_weight = any(self._weights.get(t) for _, t in call.inputs)
         is_layer = has_weight and is_product(call.func)
         if has_weight and call.facts.name == "to":
             self._weights.note(call.out[0], True)
         if wrong is not None and (is_layer or _is_data(call, read, wrong)):
             self.tell(wrong.lint, site.step)
+        lasts = wrong is not None and wrong.is_used and read is not None and self._carries(call, read)
         close = next((x for _, t in call.inputs if (x := self._close.get(call.original(t)))), "")
         if is_layer:
             is_layer = not (call.out and _are_too_close(call.out[0], wide[0]))
@@ -306,14 +306,9 @@ class Amplified:
             error = _Error(share_off(tensor, value))
             if local is None:
                 self._local.forget(tensor)
-            elif (
-                wrong is not None
-                and read is not None
-                and (error.off > _SEEN or (wrong.is_used and _carries(call, read, right)))
-            ):
-                has_turned = bool(close) and call.facts.name in _TURNS
-                is_used = wrong.is_used or has_turned or not _is_linear(call, read)
-                error = replace(wrong, off=error.off, is_used=is_used)
+            elif wrong is not None and (error.off > _SEEN or lasts):
+                is_used = wrong.is_used or (close and call.facts.name in _TURNS) or not _is_linear(call, read)
+                error = replace(wrong, off=error.off, is_used=bool(is_used))
             elif error.off > _WRONG and share_off(alone, value) < min(_WRONG, error.off / 4):
                 is_used = not _is_linear(call, None) and call.facts.name not in _LOGARITHMS
                 lint = Lint(
@@ -325,6 +320,14 @@ class Amplified:
                 self._local.put(tensor, alone)
             self._errors.note(tensor, error)
             self._close.note(tensor, close)
+
+    def _carries(self, call: Call, read: Tensor) -> bool:
+        """Say whether the gradient of a wrong tensor counts in that of its mean, or of a loss that such a mean is no small part of. Syncs: there."""
+        if call.facts.name in ("mean", "sum"):
+            right = self._local.get(call.original(read))
+            return right is not None and share_off(read, right) > _SEEN
+        is_term = call.facts.name in ("add", "sub") and amax(read) > _SEEN * amax(call.out[0])
+        return read.numel() == 1 and (len(call.inputs) == 1 or is_term)
 
     def loss(self, loss: Tensor, step: int, of_risks: bool) -> None:
         """Take note of what backward starts from, and whether a wrong value counts where its gradient is right. Host only."""
@@ -359,14 +362,6 @@ def share_off(tensor: Tensor, wide: Tensor) -> float:
     top = float(wide.norm())
     off = float((tensor.detach().to(wide.dtype) - wide).norm()) if 0 < top < math.inf else 0.0
     return off / top if 0 < off < math.inf else 0.0
-
-
-def _carries(call: Call, read: Tensor, right: Tensor | None) -> bool:
-    """Say whether the gradient of a wrong tensor counts in that of its mean, or of a loss that such a mean is no small part of. Syncs: there."""
-    if call.facts.name in ("mean", "sum"):
-        return right is not None and share_off(read, right) > _SEEN
-    is_term = call.facts.name in ("add", "sub") and amax(read) > _SEEN * amax(call.out[0])
-    return read.numel() == 1 and (len(call.inputs) == 1 or is_term)
 
 
 def _are_too_close(tensor: Tensor, wide: Tensor) -> bool:
