@@ -180,6 +180,29 @@ def test_gradients_that_are_one_number_for_all(layers: Layers) -> None:
 
 
 @needs_kernel
+def test_gradients_that_torch_negates_late(layers: Layers) -> None:
+    """As the imaginary part of what was conjugated is."""
+    model = layers(18, 20)
+    given = operands(model, 6, 5)
+    grads = drawn_grads(model, given)
+    late = [torch.ops.aten._neg_view(-grad) for grad in grads]
+    pairs = zip(results(recurrent, given, model, grads), results(recurrent, given, model, late), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+@needs_kernel
+@pytest.mark.parametrize("layout", LAID)
+def test_however_hooks_lay_out_what_waits_for_backward_the_gradients_are_the_same(layers: Layers, layout: str) -> None:
+    model = layers(18, 20)
+    given = operands(model, 6, 5)
+    grads = drawn_grads(model, given)
+    want = results(recurrent, given, model, grads)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: LAID[layout](t) if t.dim() > 1 else t, lambda t: t):
+        got = results(recurrent, given, model, grads)
+    assert all(map(torch.equal, got, want))
+
+
+@needs_kernel
 @pytest.mark.parametrize("size", [1e2, 1e4, 1e36])
 def test_gates_that_are_open_or_shut(layers: Layers, size: float) -> None:
     model = layers(16, 16)

@@ -74,7 +74,9 @@ def backward(
 
     Syncs: no.
     """
+    grads = [None if one is None else one.resolve_neg() for one in grads]
     _check(grads, operands, y, states, kept)
+    states, kept = states.contiguous(), kept.contiguous()  # hooks on saved tensors may lay them out anew
     (steps, batch, units), sums = y.shape, operands[4].shape[0]
     dy, dh = (None if one is None else one.to(torch.bfloat16) for one in grads[:2])
     dy = dy if dy is None or dy.stride(-1) == 1 else dy.contiguous()
