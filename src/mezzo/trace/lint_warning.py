@@ -10,7 +10,6 @@ from .buffers_at_rest import exact_integers
 from .lint_rules import OF_ONE
 from .records import Lint
 from .verdict import number
-from .wide_values import CLOSE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,12 +64,12 @@ _TEXTS: dict[str, Callable[[Lint], tuple[str, str]]] = {
     ),
     "amplified-rounding": lambda x: (
         (
-            f"{x.site.op} makes rounding large: its result is {x.what.partition(CLOSE)[0]} off what fp32 has, since results of {x.what.partition(CLOSE)[2]} lie closer together than numbers of {x.dtype}.",
+            f"{x.site.op} makes rounding large: its result is {x.value:.0%} off what fp32 has, since results of {x.what} lie closer together than numbers of {x.dtype}.",
             "run that layer in fp32 (module:NAME=fp32 in the policy, or torch.autocast(..., enabled=False)); or take out what its results have in common, as by targets less their mean.",
         )
-        if CLOSE in x.what
+        if x.what
         else (
-            f"{x.site.op} makes rounding large: its result is {x.what} off what fp32 has, of numbers that {x.dtype} rounded since the last layer or input.",
+            f"{x.site.op} makes rounding large: its result is {x.value:.0%} off what fp32 has, of numbers that {x.dtype} rounded since the last layer or input.",
             "compute it, and all behind the last layer or input that it is made of, in fp32: x = x.float() there, with torch.autocast(..., enabled=False); or leave out the large part that cancels.",
         )
     ),

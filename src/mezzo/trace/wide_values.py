@@ -238,8 +238,6 @@ _TURNS = frozenset({"abs", "maximum", "minimum"})
 """Those whose gradient has another sign where an argument has."""
 _LOGARITHMS = frozenset({"log", "log2", "log10", "log1p"})
 """Ops whose gradient is right where their argument is."""
-CLOSE = " since "
-"""Before the layer whose results lie closer together than 16-bit numbers."""
 _WRONG, _SEEN = 1 / 4, 1 / 8
 """How far from fp32 a result must lie where rounding was made large, and what comes of it."""
 
@@ -313,7 +311,7 @@ class Amplified:
                 is_used = not _is_linear(call, None) and call.facts.name not in _LOGARITHMS
                 lint = Lint(
                     rule="amplified-rounding", site=site, kernel=call.facts.kernel, dtype=dtype_name(dtype),
-                    what=f"{error.off:.0%}{CLOSE if close else ''}{close}", value=error.off,
+                    what=close, value=error.off,
                 )  # fmt: skip
                 error = _Error(error.off, lint, is_used)
             if local is not None:
