@@ -73,14 +73,15 @@ class ForwardHook:
     def snapshot(self) -> None:
         """Take modules, groups and frozen parameters as they are now for what is known. Host only."""
         self._registries = [own_modules(module) for module in self._model.modules()]
-        self._structure = self._structure_now()
+        self._structure, self._held = self._structure_now(), self._held_now()
         self._layouts.note()
         self._frozen = [p for p in self._model.parameters() if not p.requires_grad] if self._with_frozen else []
 
     def is_changed(self) -> bool:
-        """Whether a module, a group, a frozen parameter or, before a backward, the size of a weight is not as it was. Host only."""
+        """Whether a module, a group, what one holds, a frozen parameter or, before a backward, the size of a weight is not as it was. Host only."""
         return (
             self._structure_now() != self._structure
+            or (not self._engine.is_stepping and self._held_now() != self._held)  # else masters may be in their place
             or (torch.is_grad_enabled() and [p.nbytes for p in self._layouts.noted] != self._layouts.num_bytes)
             or any([p.requires_grad for p in self._frozen])
         )
@@ -90,6 +91,10 @@ class ForwardHook:
         children = [child for registry in self._registries if registry for child in registry.values()]
         held = [group["params"] for optimizer in self._groups for group in optimizer.param_groups]
         return children + [len(params) if hasattr(params, "__len__") else -1 for params in held]
+
+    def _held_now(self) -> list[int]:
+        """Return the ids of all that the groups hold: another parameter may take one's place. Host only."""
+        return [id(p) for one in self._groups for group in one.param_groups for p in group["params"]]
 
 
 def weakly(hook: ForwardHook, method: Callable[..., Any]) -> Callable[..., Any]:
