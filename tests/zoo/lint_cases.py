@@ -178,7 +178,7 @@ def backward_inside_the_region(dtype: torch.dtype) -> Run:
     return run
 
 
-def half_model_in_a_region(dtype: torch.dtype) -> Run:
+def half_in_region(dtype: torch.dtype) -> Run:
     model, x = nn.Linear(8, 8).to(dtype), torch.randn(4, 8)
 
     def run() -> None:
@@ -383,7 +383,7 @@ LINTS = [
     ),
     LintCase(build=running_sum_of_losses, verdict="half-accumulator", dtypes=BOTH),
     LintCase(build=backward_inside_the_region, verdict="backward-in-region", dtypes=BOTH),
-    LintCase(build=half_model_in_a_region, verdict="half-weights-in-region", dtypes=BOTH, names=("2 trainable",)),
+    LintCase(build=half_in_region, verdict="half-weights-in-region", dtypes=BOTH, names=("2 trainable parameters",)),
     LintCase(build=loss_in_16_bit, verdict="loss-in-16-bit", dtypes=BOTH),
     LintCase(build=clipped_before_unscaled, verdict="clip-before-unscale", dtypes=BOTH, names=("256",)),
     LintCase(build=stepped_past_the_scaler, verdict="scaled-step", dtypes=BOTH, names=("multiplied by 256",)),
