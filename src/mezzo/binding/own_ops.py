@@ -186,6 +186,7 @@ def run_dropout(module: Any, *args: Any, **kwargs: Any) -> Any:
     return class_of(module).forward(module, *args, **kwargs)
 
 
+_BAG = signature(nn.EmbeddingBag.forward)
 _MOST_IN_16_BIT = 16
 """Terms that 16 bit sums within 3%, where all are of one row."""
 
@@ -206,7 +207,7 @@ def run_embedding_bag(module: Any, *args: Any, **kwargs: Any) -> Any:
     weight, forward = module.weight, class_of(module).forward
     if not args or not _sums_in_16_bit(module, args[0]):
         return forward(module, *args, **kwargs)
-    given = signature(forward).bind(module, *args, **kwargs).arguments
+    given = _BAG.bind(module, *args, **kwargs).arguments
     indices, factors, padding = args[0], given.get("per_sample_weights"), module.padding_idx
     if module.max_norm is not None:
         torch.embedding_renorm_(weight.detach(), indices.reshape(-1), module.max_norm, module.norm_type)
