@@ -371,11 +371,10 @@ def bound_class(original: type[nn.Module], traced_key: str, rule: Precision) -> 
 
     kept = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
     own = {RECORD: None, "forward": forward, "__reduce_ex__": reduce, "_mezzo_class": original}
-    own |= replaces_tensors(original, _convert)
-    make: Any = type(original)
-    registers = hasattr(original.__init_subclass__, "__func__")  # a registry of its own is told of no class of ours
-    base = nn.Module if registers else original
-    subclass: type[nn.Module] = make(original.__name__, (base,), {**kept, **own, **REFUSALS})
+    own |= {**replaces_tensors(original, _convert), **REFUSALS}
+    has_registry = hasattr(original.__init_subclass__, "__func__")  # which is told of no class of ours
+    base = nn.Module if has_registry else original
+    subclass: type[nn.Module] = type(original)(original.__name__, (base,), {**kept, **own})  # type: ignore[misc]  # of its metaclass
     subclass.__bases__ = (original,)
     return subclass
 
@@ -392,7 +391,8 @@ def _convert(
 
 
 def _new_bound(original: type[nn.Module], traced_key: str = "", rule: Precision = None) -> nn.Module:
-    return (made := bound_class(original, traced_key, rule)).__new__(made)  # type: ignore[arg-type]  # its hash is that of all classes
+    bound = bound_class(original, traced_key, rule)  # type: ignore[arg-type]  # its hash is that of all classes
+    return bound.__new__(bound)
 
 
 def record(module: nn.Module) -> Bound | None:

@@ -21,7 +21,7 @@ from ..kernels import any_dtensor, is_dtensor, norm_and_finite
 from ..loss_scale import LossScale, OneThread, ask_before_steps, is_bad
 from ..policy import Policy
 from .buffers import Buffers
-from .foreign_scaler import refuse_stranger
+from .foreign import refuse_stranger
 from .grad_passes import GradStats
 from .gradients import NOTHING, Gradients, OptimizerGrads
 from .invariants import ALWAYS, Invariants, look, looked
@@ -263,7 +263,7 @@ class Engine:
         by_host = bool(self.callbacks) or not by_device
         skipped = flags.skipped if flags.is_known else result.flags().skipped if by_host else None
         self.settle_buffers(flags, skipped)
-        before = looked(look, self.num_steps + 1, grads) if self._is_due and not self.is_captured else None
+        before = looked(lambda: look(grads), self.num_steps + 1) if self._is_due and not self.is_captured else None
         if before is not None and self.consensus is not None and self.consensus.has_parts:
             before.raw_square = None  # the norm of the step is that of all ranks
         pending, self.is_stepping = self.gradients.pending, True
@@ -279,8 +279,8 @@ class Engine:
         if before is not None:
             self.check()
             warn_of_replaced(self.root)
-            flags, step, rate_to_blame = result.flags(), self.num_steps, self.recovery.rate_to_blame
-            looked(self._invariants.check, step, before, grads, flags, step, self.report, rate_to_blame)
+            given = before, grads, result.flags(), self.num_steps, self.report, self.recovery.rate_to_blame
+            looked(lambda: self._invariants.check(*given), self.num_steps)
         return result
 
     def announce(self, optimizer: Optimizer | None, clip: Clip) -> None:

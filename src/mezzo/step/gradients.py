@@ -19,7 +19,7 @@ from ..kernels import GradientCheck, any_dtensor, move, norm_and_finite
 from ..loss_scale import AccumulationState, Flag, GradVersions, check_loss, either, host_decides, is_bad, without
 from ..read_only import read_only
 from ..stamp import Stamp
-from .foreign_scaler import refuse_scaled
+from .foreign import refuse_scaled
 from .grad_passes import add_up_parts_, drop, measure_flush, true_gradients
 from .leftovers import (
     Leftovers,

@@ -314,8 +314,8 @@ class Guard:
             self._uneventful += 1
             return
         was = self.state.counters
-        look = partial(looked, self._nonfinite_weights, was.seen + 1, result, was.applied > 0)
-        suspects = Suspects(weights=lambda: look() or ({}, {}), gradients=result.stats.nonfinite)
+        look = partial(self._nonfinite_weights, result, was.applied > 0)
+        suspects = Suspects(weights=lambda: looked(look, was.seen + 1) or ({}, {}), gradients=result.stats.nonfinite)
         after = next_guard(self.state, flags, suspects, self.config, self.scaling, self.floor)
         del self._unread[0]  # not before: what is interrupted is read again
         self.become(after)

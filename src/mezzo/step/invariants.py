@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from .gradients import OptimizerGrads
 from .report import StateReport, refuse_differing
 from .result import StepFlags
 
-P = ParamSpec("P")
 T = TypeVar("T")
 _log = logging.getLogger("mezzo.step")
 
@@ -77,10 +76,10 @@ def look(grads: Sequence[OptimizerGrads]) -> Before:
     )
 
 
-def looked(find: Callable[P, T], step: int, *args: P.args, **kwargs: P.kwargs) -> T | None:
+def looked(find: Callable[[], T], step: int) -> T | None:
     """Return what one of the looks at a step finds; None where memory runs out, which is said and costs no step."""
     try:
-        return find(*args, **kwargs)
+        return find()
     except Exception as error:
         if not is_out_of_memory(error):
             raise

@@ -34,8 +34,7 @@ from ..formats import LOW_DTYPES, is_one_of
 from ..optim import adopt, local_optimizer, parameters, take_loaded_masters_, wrapped_optimizer
 from ..policy import FP32_RULES, CacheName, Policy, PolicyLike, as_policy, write_module_rule
 from .engine import Engine
-from .foreign_scaler import warn_of_earlier
-from .foreign_words import ARGUMENTS
+from .foreign import ARGUMENTS, warn_of_earlier
 from .leftovers import refuse_repeated, refuse_strangers
 from .load_hooks import LoadHooks
 from .recovery import check_demotion

@@ -22,7 +22,7 @@ from ..formats import LOW_DTYPES
 from ..policy import Policy
 from . import state_dict as checkpoint
 from .engine import Engine
-from .foreign_scaler import AverageByHand, is_call, warn_of_average
+from .foreign import AverageByHand, is_call, warn_of_average
 from .forward_hook import ForwardHook, weakly
 from .guard import Counters
 from .recovery import check_demotion

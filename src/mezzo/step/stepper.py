@@ -19,7 +19,7 @@ from ..optim import stepped_optimizer
 from .capture import CapturedStep, P, R
 from .capture_rules import refuse_in_graph
 from .closure import step_by_closure
-from .foreign_words import ARGUMENTS, ELSEWHERE, OF_BACKWARD
+from .foreign import ARGUMENTS, ELSEWHERE, OF_BACKWARD
 from .grad_passes import check_flags, check_inputs
 from .prepared_run import PreparedRun
 from .result import StepResult

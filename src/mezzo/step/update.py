@@ -37,7 +37,7 @@ from ..policy import ScalingConfig
 from ..stamp import versions_of
 from . import fused_adam
 from .attempt import Attempt, can_be_undone
-from .foreign_scaler import NO_SCALER, is_called_by_scaler
+from .foreign import NO_SCALER, is_called_by_scaler
 from .grad_passes import clamp_, multiply_
 from .gradients import AFTER_BACKWARD, NOTHING, OptimizerGrads
 from .ranks import option_lines

@@ -15,6 +15,7 @@ from .._torch import tree_map
 from ..binding import record
 from ..errors import plural
 from ..formats import LOW_DTYPES, dtype_name, format_of, parse_dtype, widest
+from .amplified import Amplified, share_off
 from .buffers_at_rest import BuffersAtRest, exact_integers
 from .frames import argument_of, functions_of, is_called_from, is_handed_by_autograd
 from .measure import amax, ids_in, numbers, rerun, rerun_wide, whole_results
@@ -22,7 +23,7 @@ from .ops import Call
 from .records import Event, Lint, LintRule, Site
 from .reference_path import ReferencePath
 from .verdict import number
-from .wide_values import Amplified, StorageNotes, WideValues, run_in_fp32, share_off
+from .wide_values import StorageNotes, WideValues, run_in_fp32
 
 _TAKES_CONSTANT = frozenset({
     "add", "sub", "rsub", "clamp", "clamp_min", "clamp_max", "maximum", "full", "fill", "full_like", "new_full",

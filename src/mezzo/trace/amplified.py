@@ -1,0 +1,170 @@
+"""Ops that make rounding large, on the way to a loss or a layer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from ..formats import LOW_DTYPES, dtype_name
+from .measure import amax
+from .ops import Call, is_product, plain
+from .records import Lint, Site
+from .wide_values import StorageNotes, WideValues, forget_results, run_in_fp32
+
+_LINEAR = frozenset({
+    "add", "sub", "rsub", "neg", "sum", "mean", "to", "clone", "copy", "cat", "stack", "index", "gather", "index_select", "where",
+    "masked_fill", "clamp", "clamp_min", "clamp_max", "relu", "abs", "max", "min", "amax", "amin", "maximum", "minimum",
+})  # fmt: skip
+"""Ops whose gradient does not depend on the values they are given, but for their signs and order."""
+_TURNS = frozenset({"abs", "maximum", "minimum"})
+"""Those whose gradient has another sign where an argument has."""
+_LOGARITHMS = frozenset({"log", "log2", "log10", "log1p"})
+"""Ops whose gradient is right where their argument is."""
+_WRONG, _SEEN = 1 / 4, 1 / 8
+"""How far from fp32 a result must lie where rounding was made large, and what comes of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Error:
+    """How far a value lies from that of an fp32 run.
+
+    Attributes:
+        off: norm of the difference over that of the value in fp32.
+        lint: the op that made rounding large; None where none did.
+        is_used: whether a gradient depends on what is wrong.
+    """
+
+    off: float
+    lint: Lint | None = None
+    is_used: bool = False
+
+
+class Amplified:
+    """Finds ops that make rounding large (differences of nearly equal numbers, phases, long products) on the way to a loss or a layer.
+
+    What layers round, products with weights, is not counted, unless a layer's rows lie closer together than 16-bit numbers: an op is named where its result is right once all between the last of
+    them, or the input, and it runs in fp32, as it does beside the run.
+
+    Attributes:
+        found: by line and kernel, where and how far off, and in which steps.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[str, str], tuple[Lint, set[int]]] = {}
+        self._steps: set[int] = set()
+        self._errors: StorageNotes[_Error] = StorageNotes()
+        self._local = WideValues()
+        self._weights: StorageNotes[bool] = StorageNotes()
+        self._close: StorageNotes[str] = StorageNotes()
+
+    def model(self, model: nn.Module) -> None:
+        """Take note of the weights of a model that is about to run. Syncs: no."""
+        for weight in model.parameters():
+            if weight.requires_grad and (values := plain(weight)) is not None:
+                self._weights.note(values, True)
+
+    def see(self, call: Call, site: Site, wide: list[Tensor] | None, dtype: torch.dtype) -> None:
+        """Take in one op and its results in an fp32 run, and the 16-bit format met last. Syncs: where they are known."""
+        if wide is None or site.phase != "forward":
+            forget_results(call, self._errors, self._local, self._close)
+            return
+        given = [(t, e) for _, t in call.inputs if (e := self._errors.get(call.original(t))) is not None]
+        read, wrong = next(((t, e) for t, e in given if e.lint), (None, None))
+        has_weight = any(self._weights.get(t) for _, t in call.inputs)
+        is_layer = has_weight and is_product(call.func)
+        if has_weight and call.facts.name == "to":
+            self._weights.note(call.out[0], True)
+        if wrong is not None and (is_layer or _is_data(call, read, wrong)):
+            self.tell(wrong.lint, site.step)
+        lasts = wrong is not None and wrong.is_used and read is not None and self._carries(call, read)
+        close = next((x for _, t in call.inputs if (x := self._close.get(call.original(t)))), "")
+        if is_layer:
+            is_layer = not (call.out and _are_too_close(call.out[0], wide[0]))
+            close = "" if is_layer else f"{site.op} (module {site.path})"
+        local = None if is_layer else run_in_fp32(call, self._local.known(call))
+        for tensor, value, alone in zip(call.out, wide, local or wide, strict=True):
+            error = _Error(share_off(tensor, value))
+            if local is None:
+                self._local.forget(tensor)
+            elif wrong is not None and (error.off > _SEEN or lasts):
+                is_used = wrong.is_used or (close and call.facts.name in _TURNS) or not _is_linear(call, read)
+                error = replace(wrong, off=error.off, is_used=bool(is_used))
+            elif error.off > _WRONG and share_off(alone, value) < min(_WRONG, error.off / 4):
+                is_used = not _is_linear(call, None) and call.facts.name not in _LOGARITHMS
+                lint = Lint(
+                    rule="amplified-rounding", site=site, kernel=call.facts.kernel, dtype=dtype_name(dtype),
+                    what=close, value=error.off,
+                )  # fmt: skip
+                error = _Error(error.off, lint, is_used)
+            if local is not None:
+                self._local.put(tensor, alone)
+            self._errors.note(tensor, error)
+            self._close.note(tensor, close)
+
+    def _carries(self, call: Call, read: Tensor) -> bool:
+        """Say whether the gradient of a wrong tensor counts in that of its mean, or of a loss that such a mean is no small part of. Syncs: there."""
+        if call.facts.name in ("mean", "sum"):
+            right = self._local.get(call.original(read))
+            return right is not None and share_off(read, right) > _SEEN
+        is_term = call.facts.name in ("add", "sub") and amax(read) > _SEEN * amax(call.out[0])
+        return read.numel() == 1 and (len(call.inputs) == 1 or is_term)
+
+    def loss(self, loss: Tensor, step: int, of_risks: bool) -> None:
+        """Take note of what backward starts from, and whether a wrong value counts where its gradient is right. Host only."""
+        self._steps.add(step)
+        value = plain(loss)
+        error = None if value is None else self._errors.get(value)
+        if error and error.lint and (error.is_used or (of_risks and error.lint.site.op in _LOGARITHMS)):
+            self.tell(error.lint, step)
+
+    def lasting(self) -> list[Lint]:
+        """Return what came in half of the steps or more: what is left where a loss is met is rounding. Host only."""
+        found = [lint for lint, steps in self.found.values() if 2 * len(steps) >= len(self._steps)]
+        return sorted(found, key=lambda x: -x.value)
+
+    def end_step(self) -> None:
+        """Let go of the ops of a step. Host only."""
+        self._local = WideValues()
+        self._errors.drop_except(StorageNotes())
+
+    def local(self, call: Call) -> dict[int, Tensor]:
+        """Return what an op would be given if all since the last layers ran in fp32, by the id of what it read. Syncs: no."""
+        return self._local.known(call)
+
+    def tell(self, lint: Lint | None, *steps: int) -> None:
+        """Take note of what a gradient felt in some steps. Host only."""
+        assert lint is not None  # where it is called
+        self.found.setdefault((str(lint.site.frame), lint.kernel), (lint, set()))[1].update(steps)
+
+
+def share_off(tensor: Tensor, wide: Tensor) -> float:
+    """Return how far a tensor lies from another, as a share of that one's norm; 0 where that is 0 or not finite. Syncs: yes."""
+    top = float(wide.norm())
+    off = float((tensor.detach().to(wide.dtype) - wide).norm()) if 0 < top < math.inf else 0.0
+    return off / top if 0 < off < math.inf else 0.0
+
+
+def _are_too_close(tensor: Tensor, wide: Tensor) -> bool:
+    """Say whether what 16 bit rounds of rows is as large as what they differ in, as where all lie near 300. Syncs: where they are in 16 bit."""
+    if tensor.dtype not in LOW_DTYPES or tensor.dim() < 2:
+        return False
+    rows = wide.reshape(-1, wide.shape[-1])
+    return 0 < _WRONG * float((rows - rows.mean(0)).norm()) < float((tensor.detach().float() - wide).norm()) < math.inf
+
+
+def _is_data(call: Call, read: Tensor | None, error: _Error) -> bool:
+    """Say whether a wrong tensor without a gradient, as a target is, meets what has one. Syncs: no."""
+    has_gradient = torch.is_grad_enabled() and any(call.original(t).requires_grad for _, t in call.inputs)
+    is_whole = read is not None and read.dim() > 0 and error.off > _WRONG
+    return has_gradient and is_whole and read is not None and not call.original(read).requires_grad
+
+
+def _is_linear(call: Call, read: Tensor | None) -> bool:
+    """Say whether no gradient of an op depends on one that it reads: of a product, those of the other factors do."""
+    if call.facts.name in ("mul", "div"):
+        is_divisor = call.facts.name == "div" and read is call.args[1]
+        return not (is_divisor or any(call.original(t).requires_grad for _, t in call.inputs if t is not read))
+    return call.facts.name in _LINEAR
