@@ -12,6 +12,7 @@ from matplotlib.image import imread
 from tests.train.test_checkpoint import full_disk
 
 from mezzo.errors import CheckpointError, ConfigError
+from mezzo.train import TrainConfig, run
 from mezzo.train.metrics import SMOOTHING, MetricsLog, read_metrics, save_curves, smooth, tracking
 
 
@@ -132,8 +133,9 @@ def test_numbers_reach_a_run_of_wandb_on_disk(tmp_path: Path, monkeypatch: pytes
 def test_a_tracker_that_is_not_installed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mezzo.extras.find_spec", lambda name: None)
     told = r"--tracker wandb needs the package wandb: pip install 'mezzo\[trackers\]'\."
-    with pytest.raises(ConfigError, match=told), tracking("wandb", tmp_path):
-        pass
+    with pytest.raises(ConfigError, match=told):
+        run(TrainConfig(out=tmp_path / "out", tracker="wandb", device="cpu"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_losses_that_stay_where_they_are_are_drawn_inside_and_updates_are_whole_numbers(

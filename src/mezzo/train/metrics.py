@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from ..errors import CheckpointError, ConfigError, first_line
-from ..extras import check_installed
 from ..files import BestEffort
 from .checkpoint import write_whole, writing
 
@@ -170,19 +169,18 @@ def _line(record: Record) -> str:
 
 @contextmanager
 def tracking(name: str, folder: Path) -> Iterator[Track]:
-    """Hand numbers to TensorBoard or Weights & Biases inside the block, through their own libraries.
+    """Hand numbers to TensorBoard or Weights & Biases inside the block, through their own libraries, which are installed.
 
     Args:
         name: "tensorboard" writes event files into the folder; "wandb" makes a run where its own settings send it, in the
             folder with WANDB_MODE=offline; "none" forgets them.
         folder: of the run.
 
-    Raises: ConfigError: the library is not installed, or cannot begin. Writes: files of the tracker.
+    Raises: ConfigError: the library cannot begin. Writes: files of the tracker.
     """
     if name == "none":
         yield lambda step, numbers: None
         return
-    check_installed(f"--tracker {name}", [name])
     if name == "wandb":
         import wandb
 

@@ -102,21 +102,27 @@ def load_model(name: str | Path, labels: Sequence[str] | None = None) -> nn.Modu
     Raises: ConfigError: no such model, no classifier for its kind, or the hub cannot be reached.
     """
     changes, name = {} if labels is None else _label_names(labels), model_name(name)
+    with _loading(f"the model {name!r} cannot be loaded", "a model folder"):
+        from transformers import AutoModelForSequenceClassification
+
+        model: nn.Module = AutoModelForSequenceClassification.from_pretrained(
+            name, dtype=torch.float32, ignore_mismatched_sizes=labels is not None, **changes
+        )
+    return model
+
+
+@contextmanager
+def _loading(failed: str, wanted: str) -> Iterator[None]:
+    """Turn what the library, kept quiet, raises inside the block into a ConfigError: pickled weights, a damaged file, a kind without a classifier, ..."""
     try:
         with quiet():
-            from transformers import AutoModelForSequenceClassification
-
-            model: nn.Module = AutoModelForSequenceClassification.from_pretrained(
-                name, dtype=torch.float32, ignore_mismatched_sizes=labels is not None, **changes
-            )
-    except Exception as error:  # pickled weights, a damaged file, a kind without a classifier, ...
+            yield
+    except Exception as error:
         if is_out_of_memory(error):
             raise
         raise ConfigError(
-            f"the model {name!r} cannot be loaded: {first_line(error)}. "
-            "Write the path of a model folder, or a hub name on a machine that reaches the hub."
+            f"{failed}: {first_line(error)}. Write the path of {wanted}, or a hub name on a machine that reaches the hub."
         ) from None
-    return model
 
 
 def check_length(model: nn.Module, max_length: int) -> None:
@@ -272,19 +278,12 @@ def restore_tokenizer(text: str, max_length: int) -> Any:
 def load_tokenizer(name: str | Path) -> Any:
     """Return the tokenizer of the folder of a run or model, or of a hub name. Raises: ConfigError: there is none, or the hub cannot be reached."""
     name = model_name(name)
-    try:
-        with quiet():
-            from transformers import AutoTokenizer
+    with _loading(f"no tokenizer for the model {name!r}", "a folder that holds one"):
+        from transformers import AutoTokenizer
 
-            check_reachable(name)
-            return AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # a damaged file has many kinds
-        if is_out_of_memory(error):
-            raise
-        raise ConfigError(
-            f"no tokenizer for the model {name!r}: {first_line(error)}. "
-            "Write the path of a folder that holds one, or a hub name on a machine that reaches the hub."
-        ) from None
+        check_reachable(name)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    return tokenizer
 
 
 def encode(tokenizer: Any, texts: Sequence[str], max_length: int) -> list[list[int]]:
