@@ -34,13 +34,10 @@ from ..bench import (
 )
 from ..errors import BenchError, ConfigError
 from ..files import check_writable, write_text
+from .main import usage
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
-
-USAGE = (
-    "usage: mezzo bench WORKLOAD [OPTIONS]\n\n{rows}\n\n`mezzo bench WORKLOAD --help` shows the options of a workload."
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,12 +58,6 @@ class BenchOptions:
 
 
 _OTHERS = {"all": "every workload in turn"}
-
-
-def _usage() -> str:
-    rows = {name: text for name, (_, text) in WORKLOADS.items()} | _OTHERS
-    width = max(map(len, rows))
-    return USAGE.format(rows="\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items()))
 
 
 def _read_ahead(argv: Sequence[str]) -> tuple[torch.device, bool]:
@@ -192,7 +183,7 @@ def run_one(options: BenchOptions, plan: Plan, workload: Workload) -> Result:
 def run(argv: Sequence[str]) -> int:
     """Run `mezzo bench` with the words after it."""
     if not argv or argv[0] in ("-h", "--help"):
-        print(_usage())
+        print(usage("bench WORKLOAD", {name: text for name, (_, text) in WORKLOADS.items()} | _OTHERS) + ".")
         return 0
     name, rest = argv[0], argv[1:]
     for asked in [parse(one, rest) for one in (WORKLOADS if name == "all" else (name,))]:

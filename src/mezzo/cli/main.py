@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
@@ -50,13 +50,21 @@ _LESS = "Ask for less at a time: a smaller --batch-size, or a smaller model."
 _HELP, _VERSION = ("-h", "--help"), ("-V", "--version")
 
 
+def usage(form: str, texts: Mapping[str, str]) -> str:
+    """Return how a command line is written, "COMMAND" or "bench WORKLOAD", and what may stand for its last word, each with a text."""
+    width, word = max(map(len, texts)), form.rpartition(" ")[2]
+    rows = "\n".join(f"  {name:<{width}}  {text}" for name, text in texts.items())
+    return f"usage: mezzo {form} [OPTIONS]\n\n{rows}\n\n`mezzo {form} --help` shows the options of a {word.lower()}"
+
+
 def _usage() -> str:
-    width = max(map(len, COMMANDS))
-    rows = "\n".join(f"  {name:<{width}}  {command.text}" for name, command in COMMANDS.items())
-    return (
-        f"usage: mezzo COMMAND [OPTIONS]\n\n{rows}\n\n`mezzo COMMAND --help` shows the options of a command;"
-        "\n`mezzo --version` shows the version."
-    )
+    commands = usage("COMMAND", {name: command.text for name, command in COMMANDS.items()})
+    return f"{commands};\n`mezzo --version` shows the version."
+
+
+def exit_code(end: KeyboardInterrupt) -> int:
+    """Return the exit code of a command that Ctrl-C, or the signal that it names, has ended."""
+    return 128 + (end.args[0] if end.args else signal.SIGINT)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -113,7 +121,7 @@ def _run(name: str, words: Sequence[str]) -> int:
         text = str(error) if isinstance(error, MezzoError) else f"memory ran out: {first_line(error)}. {_LESS}"
         return _refuse(name, text)
     except KeyboardInterrupt as end:
-        return 128 + (end.args[0] if end.args else signal.SIGINT)
+        return exit_code(end)
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
         _drop_the_rest()
         return 141

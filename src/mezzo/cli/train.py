@@ -20,6 +20,7 @@ import tyro
 from ..errors import ConfigError, DataError
 from ..train import FailedOnOtherRank, RunFolder, TrainConfig, TrainResult, launch
 from ..train import run as train
+from .main import exit_code
 
 _ENDS = {128 + signal.SIGINT: "the keyboard", 128 + signal.SIGTERM: "SIGTERM"}
 _OF_NEW_MODELS = ("vocab_size", "layers", "hidden", "heads", "intermediate", "dropout")
@@ -191,7 +192,7 @@ def run(argv: Sequence[str]) -> int:
     except KeyboardInterrupt as end:
         if "TORCHELASTIC_RUN_ID" in os.environ:  # the launcher says it
             raise
-        return ended(128 + (end.args[0] if end.args else signal.SIGINT))
+        return ended(exit_code(end))
     if _is_first():
         _print(result, as_json)
     return 0
