@@ -34,10 +34,7 @@ _WAITING = 16
 def as_data(value: object, what: str, *, copies: bool = False) -> Any:
     """Return nested data as dicts, lists, tuples, tensors, numbers and text alone; `copies` of tensors on the host, else themselves.
 
-    Raises:
-        DataError: something else, which could only be kept as code.
-
-    Syncs: yes, for copies of tensors on a device.
+    Raises: DataError: something else, which could only be kept as code. Syncs: yes, for copies of tensors on a device.
     """
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True) if copies else value.detach()

@@ -215,8 +215,7 @@ class Adapter:
         Returns:
             The norm of the true gradients before clipping: shape (), fp32. Syncs: no.
 
-        Raises:
-            StepError: `max_norm` is not positive, `norm_type` no number, or something is no parameter.
+        Raises: StepError: `max_norm` is not positive, `norm_type` no number, or something is no parameter.
         """
         _check_bound("max_norm", max_norm)
         if not is_one_of(norm_type, ("inf",)) and not is_number(number_of(norm_type), -float("inf"), float("inf")):

@@ -127,10 +127,7 @@ def choose(op: str, device: torch.device, dtype: torch.dtype, backend: Backend =
 
     While torch.compile traces, callers take the reference instead, of which the compiler makes a kernel itself.
 
-    Raises:
-        ConfigError: the backend does not exist, or cannot run here and was asked for by name.
-
-    Syncs: no.
+    Raises: ConfigError: the backend does not exist, or cannot run here and was asked for by name. Syncs: no.
     """
     if backend not in get_args(Backend):
         raise ConfigError(f"unknown backend {backend!r}.{did_you_mean(backend, get_args(Backend))}")

@@ -133,9 +133,7 @@ def move_(state: LossScale, found: Tensor, skipped: Tensor, config: ScalingConfi
     """Do as `next_state`, in place and in a third of the launches; nothing where the step says nothing about the scale.
 
     Both flags have shape (), fp32, 1 or 0: gradients were inf or NaN, and the scale may be to blame; the step was skipped, for that
-    reason or another. For a config for which `can_move_in_place` holds.
-
-    Writes: `state`. Syncs: no.
+    reason or another. For a config for which `can_move_in_place` holds. Writes: `state`. Syncs: no.
     """
     scale, tracker, row = state.scale, state.growth_tracker, state.skipped_in_a_row
     assert isinstance(scale, Tensor) and isinstance(tracker, Tensor) and isinstance(row, Tensor)

@@ -125,8 +125,7 @@ def read_module_rule(key: str, word: str) -> ModuleRule:
         key: the pattern, bare or in double quotes, after "?" (optional rule) and "module:", where those are wanted.
         word: low, fp32, fp32_low_out, fp16 or bf16.
 
-    Raises:
-        PolicyError: a quote that is not closed, an empty pattern, an unknown precision.
+    Raises: PolicyError: a quote that is not closed, an empty pattern, an unknown precision.
     """
     pattern = key.removeprefix("?").strip().removeprefix("module:").strip()
     if '"' in pattern:

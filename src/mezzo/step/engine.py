@@ -159,10 +159,7 @@ class Engine:
     def check(self, unread: int = 0) -> None:
         """Stop the run if an earlier step showed that it cannot go on: on every rank, whichever saw it; but for the `unread` last ones.
 
-        Raises:
-            StoppedRun: see `Stepper.step`.
-
-        Syncs: with the last step, or the last that must be known.
+        Raises: StoppedRun: see `Stepper.step`. Syncs: with the last step, or the last that must be known.
         """
         stop = self._stop(unread)
         if stop is not None:

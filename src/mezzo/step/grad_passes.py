@@ -89,9 +89,7 @@ def _replace(param: Tensor, grad: Tensor | None, dtype: torch.dtype = torch.floa
 def add_up_parts_(params: Iterable[Tensor]) -> bool:
     """Add up gradients of which each rank of a mesh has one term, as sequence parallelism leaves those of norms.
 
-    Returns whether there were any.
-
-    Writes: `.grad`. Syncs: as torch's `redistribute`.
+    Returns whether there were any. Writes: `.grad`. Syncs: as torch's `redistribute`.
     """
     held = [(p, p.grad) for p in params if is_dtensor(p) and p.grad is not None]
     partial = [(p, grad) for p, grad in held if is_dtensor(grad) and grad.placements != p.placements]

@@ -102,8 +102,7 @@ def _state_of(optimizer: Optimizer) -> dict[str, Any]:
 def check(state: Mapping[str, Any], num_optimizers: int) -> dict[str, Any]:
     """Return a checkpoint with every key, that of a run without mezzo, and one without weights ("model": None), too.
 
-    Raises:
-        CheckpointError: not a checkpoint, one of a later version, or one with other optimizers.
+    Raises: CheckpointError: not a checkpoint, one of a later version, or one with other optimizers.
     """
     given: Mapping[str, Any] = state if isinstance(state, Mapping) else {}
     version = given.get("format", FORMAT)

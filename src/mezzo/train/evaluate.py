@@ -144,9 +144,7 @@ def evaluate(model: nn.Module, rows: Encoded, *, batch_size: int, world: DistCon
     """Run a transformers classifier, prepared or not, over at least one row in evaluation mode; draws no random number.
 
     Each rank runs some of the batches, which are those of one rank, so each row counts once and the result is that of one
-    rank, the same on all.
-
-    Writes: the model's training flag, and sets it back. Syncs: yes.
+    rank, the same on all. Writes: the model's training flag, and sets it back. Syncs: yes.
     """
     was_training = model.training
     model.eval()

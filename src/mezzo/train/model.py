@@ -219,9 +219,7 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, max_length: int) -> A
 
     Characters between punctuation are one word to it, so in a language written without spaces it learns words of
     several characters, which halves the length of a text against one token a character. `max_length` is what later users of
-    the tokenizer are told.
-
-    Raises: ConfigError: the transformers library is not installed.
+    the tokenizer are told. Raises: ConfigError: the transformers library is not installed.
     """
     try:
         from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers

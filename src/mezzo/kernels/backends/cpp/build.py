@@ -74,8 +74,7 @@ def library(source: Path) -> ctypes.CDLL:
     The file's name holds everything the result depends on: sources, flags and processor, and the compiler where CXX
     names one. So what was compiled once is found where there is no compiler.
 
-    Raises:
-        NativeBuildError: no compiler, or it failed, or nowhere to keep what it made; with the first complaint.
+    Raises: NativeBuildError: no compiler, or it failed, or nowhere to keep what it made; with the first complaint.
     """
     found = _library(source)
     if isinstance(found, NativeBuildError):

@@ -112,8 +112,7 @@ def step_(
     Moments are exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq, and `scalars` those of `scalars`. `step`, shape (n,), fp32, counts the
     steps of each weight, this one included, and decides the random bits; `indices` are those stepped, None for all.
 
-    Writes: weights, their aux state, moments; none of them if `found_inf` is set.
-    Syncs: no.
+    Writes: weights, their aux state, moments; none of them if `found_inf` is set. Syncs: no.
     Source: Loshchilov and Hutter 2019, algorithm 2; README.md of this folder.
     """
     weights, skip = operands.weights, operands.grads.skip

@@ -25,10 +25,7 @@ def backward(
     Products are of bf16, the probabilities and their gradients rounded to it, with sums in fp32; any number of threads
     gives the same bits. `grad` and `out` are as the query, `logsumexp` [B, H, T] of the scores of each, in fp32.
 
-    Raises:
-        OperandError: one that is not what it is said to be.
-
-    Syncs: no.
+    Raises: OperandError: one that is not what it is said to be. Syncs: no.
     """
     (batch, heads, queries, width), (kv_heads, keys) = query.shape, key.shape[1:3]
     named = {"query": query, "key": key, "value": value, "result": out, "gradient": grad}

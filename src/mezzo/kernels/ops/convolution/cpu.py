@@ -22,10 +22,7 @@ def weight_gradient(
 
     Products are summed in fp32 and rounded once; any number of threads gives the same bits. `grad` is [B, O, rows, columns], bf16.
 
-    Raises:
-        OperandError: one that is not what it is said to be.
-
-    Syncs: no.
+    Raises: OperandError: one that is not what it is said to be. Syncs: no.
     """
     check_read("a convolution", "input", input, (grad.shape[0], weight.shape[1], *input.shape[2:]), torch.bfloat16)
     sizes = zip(input.shape[2:], padding, weight.shape[2:], stride, strict=True)

@@ -82,8 +82,7 @@ def _sums_in_fp32(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool
 def layer_norm(module: nn.LayerNorm, x: Tensor) -> Tensor:
     """Apply a layer norm, its weights of any floating dtype, to a 16-bit input, shape (..., *module.normalized_shape), with fp32 arithmetic; rounded once.
 
-    Syncs: no.
-    Source: Ba et al. 2016.
+    Syncs: no. Source: Ba et al. 2016.
     """
     weight, bias, eps = module.weight, module.bias, module.eps
     if not (torch.is_grad_enabled() or module.training) and weight is not None and x.is_cpu:
@@ -105,10 +104,7 @@ def wide_layer_norm(low: torch.dtype, module: nn.LayerNorm, x: Tensor) -> Tensor
 def group_norm(module: nn.GroupNorm, x: Tensor) -> Tensor:
     """Apply a group norm that has weights to a 16-bit input, shape (batch, channels, ...), on the CPU; rounded once.
 
-    By torch's own kernel, whose arithmetic and sums are fp32 beside fp32 weights.
-
-    Syncs: no.
-    Source: Wu and He 2018.
+    By torch's own kernel, whose arithmetic and sums are fp32 beside fp32 weights. Syncs: no. Source: Wu and He 2018.
     """
     return F.group_norm(x, module.num_groups, as_fp32(module.weight), as_fp32(module.bias), module.eps)
 
@@ -132,8 +128,7 @@ def rms_norm(
 
     `x` has shape (..., *shape) and fp16, bf16 or fp32, the weight any floating dtype; `eps` None is that of fp32, in which it is added.
 
-    Syncs: no.
-    Source: Zhang and Sennrich 2019.
+    Syncs: no. Source: Zhang and Sennrich 2019.
     """
     eps = torch.finfo(torch.float32).eps if eps is None else eps
     choice = choose("layer_norm", x.device, low)

@@ -57,10 +57,7 @@ def backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Return the gradients; arguments and results are those of `reference.backward`, that of the input in its dtype. Syncs: no.
 
-    Any number of threads gives the same bits.
-
-    Raises:
-        OperandError: an operand that is not what forward kept.
+    Any number of threads gives the same bits. Raises: OperandError: an operand that is not what forward kept.
     """
     is_seen = torch.is_grad_enabled() or is_batched_gradient(grad) or not is_unwatched()
     if is_seen or (is_centred and not fits(x, shape, weight, grad.dtype)):

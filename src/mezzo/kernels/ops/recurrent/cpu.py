@@ -69,10 +69,7 @@ def backward(
         the gradients of the sums that the gates are made of, bf16, of an LSTM [1, T, B, 4 H], of a GRU [2, T, B, 3 H]: of what
         the input adds, then of what h adds; and of the first state, [B, H], in its dtype.
 
-    Raises:
-        OperandError: one that is not what it is said to be.
-
-    Syncs: no.
+    Raises: OperandError: one that is not what it is said to be. Syncs: no.
     """
     grads = [None if one is None else one.resolve_neg() for one in grads]
     _check(grads, operands, y, states, kept)

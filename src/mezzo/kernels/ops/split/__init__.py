@@ -18,8 +18,7 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
         The weight, bf16: `master` rounded to nearest, ties away from zero; inf above bf16's range.
         The remainder, int16, in units of the last place of fp32. Shape and strides of `master`.
 
-    Syncs: no.
-    Source: README.md of this folder.
+    Syncs: no. Source: README.md of this folder.
 
     >>> weight, remainder = split(torch.tensor([1.0 + 2**-9]))
     >>> weight.item(), remainder.item(), join(weight, remainder).item() == 1.0 + 2**-9
