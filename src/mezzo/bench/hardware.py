@@ -166,7 +166,6 @@ class DeviceReport:
     """What was measured on a device.
 
     Attributes:
-        device: its type.
         formats: by name; fp32 always, 16-bit formats, tf32 on CUDA.
         fastest: the 16-bit format with the highest rate.
         even_width: a width that is a multiple of 8.

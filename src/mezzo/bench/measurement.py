@@ -24,7 +24,6 @@ class Measurement:
         loss: after the last round; the same number of steps for every variant.
         peak_bytes: most memory above the process's baseline after import, building and warm-up included.
         data_bytes: how much of that the batches take, the same for every variant.
-        measures: whatever else the workload reports, by name.
     """
 
     point: str
@@ -78,7 +77,6 @@ class Result:
         plan: variants, rounds, device, dtype, threads, seed.
         config: the workload's own numbers.
         machine: hardware, versions, commit.
-        peak_rates: the machine's measured limits.
         rooflines: the least work of each point, by label.
     """
 

@@ -17,8 +17,6 @@ class Variant:
     """One way of running a model.
 
     Attributes:
-        name: as written on the command line and in the tables.
-        summary: what it is, in a few words.
         region: who casts the ops: nobody, torch.autocast or mezzo.autocast.
         scaler: whose GradScaler owns the optimizer step; nobody's without one.
         policy: of `mezzo.prepare`, which owns region and step; "{dtype}" stands for the 16-bit dtype. Empty without it.
@@ -26,8 +24,6 @@ class Variant:
         optimizer: whose optimizer steps; with another than torch's the weights are 16 bit.
         cache: how long mezzo.autocast keeps 16-bit copies of weights.
         pure: the whole model is converted to the 16-bit dtype, and nothing is kept in fp32.
-        tf32: fp32 products may run as tf32.
-        compiled: the model goes through torch.compile.
         captured: `amp.capture` makes a graph of the whole step, which is replayed.
         keeps: the C library keeps what a step frees: by `mezzo.keep_memory()`, for others by the environment.
         enabled: False turns region and scaler into pass-throughs.

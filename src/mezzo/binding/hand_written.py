@@ -92,11 +92,7 @@ def run_gelu(approximate: str, module: nn.Module, *args: Any, **kwargs: Any) -> 
 class HandWrittenRMSNorm:
     """The forward of a class that writes an RMS norm op by op: x / sqrt(mean of squares + eps) * (weight + offset).
 
-    Attributes:
-        name: of the weight.
-        eps: added to the mean of squares.
-        offset: added to the weight.
-        state: the attributes with which an instance was seen to compute this.
+    `name` is the weight's, `state` the attributes with which an instance was seen to compute this.
     """
 
     name: str

@@ -59,14 +59,10 @@ class OpError:
     """Errors of one op on one line of one module.
 
     Attributes:
-        phase: forward or backward.
-        module: as in `ModuleError`.
-        path: likewise.
+        module, path, local_share: as in `ModuleError`.
         op: plain name; in backward, of the forward op whose gradient ran.
         frame: the nearest line of a library or of the user.
         calls: how many results were compared.
-        agreement: of its results.
-        local_share: local error over signal, energies.
         flops: floating-point operations in 16 bit.
     """
 

@@ -35,12 +35,9 @@ class ModuleRow:
     Attributes:
         ops: (dtype, number of ops).
         flops: (dtype, floating-point operations).
-        weight_casts: casts of parameters.
         up_casts: casts of activations to fp32.
         down_casts: casts of activations to 16 bit.
-        grad_casts: casts in backward.
         ping_pong: pairs of those of activations.
-        cast_bytes: bytes moved by casts.
         unaligned: (sizes, how often) of 16-bit products off the grid of tensor cores.
     """
 

@@ -41,8 +41,6 @@ class MismatchFinding:
 
     Attributes:
         op: public function, else op.
-        module: where it stands, by name.
-        frame: its line.
         what: what differs, in a sentence.
         a: the op in the first run; None where it has none, or where it is that of b.
         b: likewise in the second.

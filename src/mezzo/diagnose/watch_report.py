@@ -33,7 +33,6 @@ class StepRecord:
     """One step.
 
     Attributes:
-        step: number, from 0.
         scale: loss scale its gradients carried.
         grad_norm: of the true gradients.
         loss: sum of the losses given to `backward`; with a closure, the last one; None if there was none.

@@ -141,7 +141,6 @@ class GradientReducer:
     loses nothing, whatever `dtype` is.
 
     Args:
-        group: of ranks.
         dtype: of what is sent, fp8 in blocks; fp64 gradients are reduced as they are.
         accumulator: of earlier micro-batches; None if gradients accumulate where they are.
         is_static: whether the wrapper takes the graph to be the same in each pass, so that buckets are not told apart.

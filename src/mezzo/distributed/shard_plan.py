@@ -44,12 +44,9 @@ class ParamDtypes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardGroup:
-    """Modules whose weights are gathered in one go.
+    """Modules whose weights, `num_parameters` elements, are gathered in one go.
 
-    Attributes:
-        modules: their names; "" is the root. A unit stands for all of its weights that no other group took.
-        param_dtypes: the dtypes of weights on their way.
-        num_parameters: elements of all weights.
+    They are named, the root by ""; a unit stands for all of its weights that no other group took.
     """
 
     modules: tuple[str, ...]

@@ -89,10 +89,9 @@ class Operands:
     """What one step reads and writes: the only thing a kernel takes. `operands` checks and makes it.
 
     Attributes:
-        weights: what to update.
         moments: running means of each by name, in the shapes of the weights.
         grads: as many, in the same shapes.
-        layout: where the first two lie; None while torch.compile traces, which knows no addresses.
+        layout: where weights and moments lie; None while torch.compile traces, which knows no addresses.
         grad_addresses: where the gradients lie; None where there is nothing for a kernel to walk.
         grad_formats: what each of them is stored in, as in `FORMATS`.
     """

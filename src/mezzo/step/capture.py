@@ -31,12 +31,8 @@ class _Graph:
     """A captured step, and all that its kernels know by address.
 
     Attributes:
-        graph: to be replayed.
-        tables: that it reads.
         given: arguments of the function, its tensors those that the graph reads; flat.
         spec: how they were nested.
-        out: what the function returned.
-        result: of the step, as it was captured.
         grads: of each parameter, which each replay writes.
         copies: of buffers, likewise.
         watched: see `watched_values`.

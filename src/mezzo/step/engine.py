@@ -42,15 +42,11 @@ class Engine:
 
     Attributes:
         root: the model without wrappers.
-        original: what was prepared.
-        loss_scale: as it is now.
         consensus: makes findings the same on all ranks; None on one rank.
         callbacks: functions to call after steps of an optimizer, or of all, that were taken.
         is_stepping: whether an optimizer's step is called from here just now.
         is_captured: whether what is called now goes into a graph, and nothing is done.
-        num_steps: calls of `step` so far.
         news: what the other ranks must hear of.
-        result: of the last step.
     """
 
     def __init__(

@@ -174,7 +174,6 @@ class GradStats:
 
     Attributes:
         params: that had gradients.
-        names: of parameters.
         norms: of each optimizer's gradients, each of shape (number of gradients,), fp32, or as many numbers: the norm of each.
         counts: as `norms`, int64: inf and NaN in each, where they were counted in the step.
         stamps: of each gradient as it was, by the parameter's id.

@@ -225,8 +225,6 @@ class Guard:
     A late reading harms nothing: the device has left out the bad steps already.
 
     Args:
-        config: of the guard.
-        scaling: how the loss scale moves; None without scaling.
         nonfinite_weights: counts inf and NaN in the parameters and buffers that a step may have read, by name, given whether one was taken before; asked only about a bad one.
         floor: see `next_guard`.
 

@@ -48,7 +48,6 @@ class Before:
     Attributes:
         raw_square: the sum of squares of the scaled gradients of all optimizers, in fp64; None where parts of them lie on other ranks.
         sums: checksum of each parameter that has a gradient, and of each tensor in the optimizers' state.
-        rates: learning rate of each group.
         samples: the first elements of some parameters' masters, and whether their gradient is not 0.
     """
 

@@ -191,12 +191,7 @@ def _strangers(model: nn.Module, trainable: Sequence[Tensor]) -> str:
 
 
 class WeightLayouts:
-    """Shapes and dtypes of what optimizers step, as they were noted: `p.data = ...` changes them, and what is kept of a weight does not follow.
-
-    Attributes:
-        noted: of each weight.
-        num_bytes: that each of them takes.
-    """
+    """Shapes and dtypes of what optimizers step, as they were noted: `p.data = ...` changes them, and what is kept of a weight does not follow."""
 
     def __init__(self, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]) -> None:
         self._optimizers, self._names = optimizers, names

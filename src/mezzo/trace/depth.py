@@ -39,7 +39,6 @@ class Trend:
         pattern: names, with * for the layer's number.
         cls: class of the modules, empty for gradients.
         sizes: root mean squares, in the order in which the signal passes.
-        step: of the training loop.
     """
 
     kind: Literal["output", "gradient"]

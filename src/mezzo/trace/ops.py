@@ -92,7 +92,6 @@ class OpFacts:
     """What the collector must know before it runs an op.
 
     Attributes:
-        name: plain name.
         kernel: torch's name without overload, as "aten.addmm".
         arguments: names in the order of the schema.
         makes_nothing: a view, or memory that holds no value yet; no result to judge.

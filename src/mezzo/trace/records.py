@@ -109,14 +109,7 @@ class TensorFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wide:
-    """The same op on the same inputs in a wider format.
-
-    Attributes:
-        dtype: fp32 or fp64.
-        is_finite: every element of every result.
-        amax: largest finite magnitude of the results.
-        has_nan: a result holds NaN.
-    """
+    """What the same op on the same inputs gives in fp32 or fp64; `amax` is the largest finite magnitude of its results."""
 
     dtype: str
     is_finite: bool
@@ -154,7 +147,6 @@ class Event:
     """Non-finite values came into being, or into sight.
 
     Attributes:
-        index: order of occurrence.
         kernel: the op that ran, as torch calls it.
         inputs: floating inputs, values before the op.
         outputs: floating results and written arguments.
@@ -256,7 +248,6 @@ class LostUpdate:
         optimizer: class name; "the program" or "the forward" where that updates it itself; empty for a state to which a forward adds.
         intended: elements whose update, computed in fp32, is not zero.
         lost: those of them whose stored value did not change.
-        site: of the optimizer step.
     """
 
     name: str

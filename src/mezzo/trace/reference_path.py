@@ -28,7 +28,6 @@ class MadeBy:
     """An op that made a 16-bit value.
 
     Attributes:
-        site: where.
         exact: the elements that it rounded nothing of, so that what is lost there was lost before; None for none.
         before: what made its operands.
     """

@@ -34,8 +34,6 @@ class DistContext:
     """The ranks of a run as one of them sees them.
 
     Attributes:
-        device: where this rank computes.
-        rank: which this is, from 0.
         group: of all ranks; None if there is one.
         launch: names the launcher's job, which restarts share; "" without a launcher.
         restarts: how often the launcher has started the ranks again.
