@@ -378,3 +378,17 @@ def test_an_optimizer_without_hooks_of_torch_is_refused_and_stays_as_it_was() ->
     with pytest.raises(ConfigError, match=r"Hookless, .* Add that call, .* or keep weights in fp32"):
         MasterWeights(inner)
     assert set(vars(inner)) == before and not inner._optimizer_step_pre_hooks
+
+
+@pytest.mark.parametrize("mode", ["fp32", "split"])
+def test_groups_may_hold_their_parameters_in_a_tuple(mode: Any) -> None:
+    start, found = torch.randn(8, 8).bfloat16(), []
+    for kind in (list, tuple):
+        weight = torch.nn.Parameter(start.clone())
+        optimizer = MasterWeights(torch.optim.Adagrad([weight]), mode=mode)
+        optimizer.param_groups[0]["params"] = kind([weight])
+        for step in range(3):
+            weight.grad = start * (step + 1)
+            optimizer.step()
+        found.append((weight, *optimizer.state[weight].values()))
+    assert all(map(torch.equal, *found))

@@ -296,8 +296,11 @@ class MasterWeights(HasMasters):
 
     def _replace(self, replacements: Mapping[Tensor, Tensor]) -> None:
         for group in (group for one in and_inside(self.inner) for group in one.param_groups):
-            # in the list itself, which LBFGS holds on to
-            group["params"][:] = [replacements.get(p, p) for p in group["params"]]
+            params = [replacements.get(p, p) for p in group["params"]]
+            if isinstance(group["params"], list):
+                group["params"][:] = params  # itself, which LBFGS holds on to
+            else:
+                group["params"] = params
 
     def _step_masters(
         self, params: list[Tensor], found: Tensor | None, closure: Callable[[], float] | None
