@@ -12,7 +12,7 @@ from tests.torch_versions import ADAGRAD_STARTS_LATE
 from torch import nn
 
 import mezzo
-from mezzo.errors import StepError
+from mezzo.errors import OperandError, StepError
 
 
 def grown(model: nn.Embedding) -> None:
@@ -116,3 +116,29 @@ class TestMemoryThatDataSwaps:
         amp = mezzo.prepare(model, torch.optim.AdamW(model.parameters()), "bf16")
         grown(model[0])
         assert self.take(amp, 13)
+
+
+KEPT = {
+    "bf16": ("weight", "exp_avg"),
+    "bf16-master": ("weight", "exp_avg_sq", "remainder"),
+    "fp16-master": ("weight", "master"),
+}
+
+
+@pytest.mark.parametrize(("policy", "which"), [(policy, name) for policy, names in KEPT.items() for name in names])
+def test_memory_that_was_freed_is_told_by_name_before_anything_is_written(policy: str, which: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    amp = mezzo.prepare(model, torch.optim.AdamW(model.parameters()), policy)
+    for num_steps in range(2):
+        amp.zero_grad()
+        amp.backward(model(torch.ones(2, 4)).float().mean())
+        if num_steps == 0:
+            amp.step()
+    weight = model[1].weight
+    freed = weight.data if which == "weight" else amp.optimizers[0].state[weight][which]
+    before = {p: p.detach().clone() for p in model.parameters() if p is not weight}
+    freed.untyped_storage().resize_(0)
+    name = "it" if which == "weight" else f"its {which}"
+    with pytest.raises(OperandError, match=rf"^1\.weight \S+ cpu cannot be stepped: {name} .*storage of 0 bytes"):
+        amp.step()
+    assert all(torch.equal(p, value) for p, value in before.items())

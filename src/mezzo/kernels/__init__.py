@@ -21,6 +21,7 @@ from .dtensor import shard_at as shard_at
 from .operands import Layout as Layout
 from .operands import Operands as Operands
 from .operands import check_apart as check_apart
+from .operands import check_memory as check_memory
 from .operands import check_shape as check_shape
 from .operands import layout_of as layout_of
 from .operands import misplaced as misplaced

@@ -297,6 +297,12 @@ def check_shape(owner: str, name: str, tensor: Tensor, weight: Tensor) -> None:
         raise Operand(owner, name, tensor).refuse(weight, "of another shape")
 
 
+def check_memory(owner: str, name: str, tensor: Tensor, weight: Tensor) -> None:
+    """Refuse with an OperandError an operand `name` of parameter `owner` whose storage was freed or cut. Host only."""
+    if tensor.layout is torch.strided and (reason := misplaced(tensor, tensor)):
+        raise Operand(owner, name, tensor).refuse(weight, reason)
+
+
 def _rows(weights: Weights, moments: Mapping[str, Sequence[Tensor]]) -> Iterator[list[Operand]]:
     """Yield everything that a step writes, for each weight: itself, its aux state, its moments."""
     named = {AUX_STATE[weights.mode]: weights.aux, **moments} if weights.mode in AUX_STATE else moments

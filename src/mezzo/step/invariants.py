@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..distributed import checksum
 from ..errors import InvariantError, first_line, is_out_of_memory, listed
 from ..formats import widest
-from ..kernels import AUX_STATE, CHUNK, chunks, is_dtensor, local, read_master, values
+from ..kernels import AUX_STATE, CHUNK, check_memory, chunks, is_dtensor, local, read_master, values
 from ..loss_scale import say_hooked
 from ..optim import MOMENTS, keeps_masters
 from .gradients import OptimizerGrads
@@ -58,8 +58,12 @@ class Before:
 
 
 @torch.no_grad()
-def look(grads: Sequence[OptimizerGrads]) -> Before:
-    """Take down what a step must keep or change. Syncs: no, but for rates that lie on a device."""
+def look(grads: Sequence[OptimizerGrads], names: Mapping[Tensor, str]) -> Before:
+    """Take down what a step must keep or change; an OperandError where memory of it was freed. Syncs: no, but for rates that lie on a device."""
+    for p in [p for one in grads for p in one.params]:
+        check_memory(names[p], "weight", local(p), p)
+    for (p, key), tensor in (item for one in grads for item in _state_tensors(one.optimizer).items()):
+        check_memory(names.get(p, "a parameter"), key, local(tensor), p)
     params = {p: one.optimizer for one in grads for p in one.params}
     values_of = {p: values(local(p.grad)) for p in params if p.grad is not None}
     return Before(
