@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 from tests.torch_versions import traces_regions
 from torch import Tensor, nn
 from torch.export import ExportedProgram, export
+from torch.utils.checkpoint import checkpoint
 
 import mezzo
 
@@ -137,6 +141,35 @@ def test_a_region_around_the_export_changes_nothing_in_a_prepared_model(name: st
         program = export(model, (x,), strict=strict)
     check_program(program, model, x)
     assert not torch.is_autocast_enabled("cpu")
+
+
+class Unfinished(nn.Module):
+    """A model whose traced graph the strict exporter cannot run: torch (2.13) has no way through a checkpoint there."""
+
+    def __init__(self, **region: Any) -> None:
+        super().__init__()
+        self.first, self.last, self.region = nn.Linear(8, 8), nn.Linear(8, 8), region
+
+    def forward(self, x: Tensor) -> Tensor:
+        with mezzo.autocast("cpu", **self.region) if self.region else nullcontext():
+            return checkpoint(self.last, self.first(x), use_reentrant=False)
+
+
+@traces_regions
+@pytest.mark.parametrize("region", [{}, pytest.param({"dtype": torch.float16}, marks=pytest.mark.slow)])
+def test_an_export_that_fails_leaves_no_region_on(region: dict[str, Any]) -> None:
+    model = Unfinished(**region)
+    if not region:
+        mezzo.prepare(model, None, "bf16")
+    before = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
+    with contextlib.suppress(RuntimeError):
+        export(model, (torch.randn(4, 8),), strict=True)
+    gc.collect()
+    assert (
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_cache_enabled(),
+    ) == before
 
 
 def test_training_through_an_exported_program() -> None:

@@ -25,6 +25,8 @@ _models: list[None] = []
 """One for each prepared model that the strict exporter is inside."""
 _undo: list[Callable[[], None]] = []
 """What puts torch's state back as it was before each region that the compiler is inside, innermost last."""
+_kept: dict[str, list[Any]] = {}
+"""For each device and region that the exporter is inside the node of a `_Kept`, None where that of an outer one does for it."""
 
 
 def record_entry(switches: Sequence[tuple[str, torch.dtype, bool]]) -> Any:
@@ -80,6 +82,10 @@ def _set_in_graph(*switch: Any) -> None:
 
     _undo.append(undo)
     on_trace_end(undo)
+    if torch.compiler.is_exporting():
+        on_trace_end(_kept.clear)
+        regions = _kept.setdefault(device, [])
+        regions.append(None if regions else add_graph_node(_Kept, device))
     _set(*switch, add_node=add_graph_node)
 
 
@@ -88,6 +94,34 @@ def _undo_in_graph(*switch: Any) -> None:
     _set(*switch, add_node=add_graph_node)
     if not torch.compiler.is_exporting():  # whose graph is run without the torch.autocast around
         _undo[-1]()
+    elif (kept := _kept[switch[0]].pop()) is not None:
+        add_graph_node(_Kept.drop, kept)
+
+
+class _Kept:
+    """The switches of a device before a region, put back where the exporter, who runs the graph that it has traced, fails inside of it.
+
+    That is when nobody holds the error any more; a region that somebody is in by then puts back what it found.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._switch = device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        self._nesting = _nesting()
+
+    def drop(self) -> None:
+        """Take note that the region was left."""
+        self._nesting = -1
+
+    def __del__(self) -> None:
+        if self._nesting == _nesting():
+            device, enabled, dtype = self._switch
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
+
+
+def _nesting() -> int:
+    torch.autocast_increment_nesting()
+    return int(torch.autocast_decrement_nesting())
 
 
 def _set(device: str, enabled: bool, *rest: Any, add_node: Callable[..., Any] = lambda *_: None) -> None:
