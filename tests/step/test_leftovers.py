@@ -325,3 +325,41 @@ def test_a_clip_by_hand_whose_norm_overflows_is_refused() -> None:
         StepError, match=r"^the gradients of b\.weight, b\.bias were changed since backward\(loss\), while they carry"
     ):
         amp.step()
+
+
+class Decaying(torch.optim.SGD):
+    """Keeps half of each gradient for the next step."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.grad.mul_(0.5)
+
+
+def test_gradients_that_a_zero_grad_keeps_are_torchs_without_a_loss_scale() -> None:
+    torch.manual_seed(0)
+    weight, plain = (nn.Linear(4, 4) for _ in range(2))
+    plain.load_state_dict(weight.state_dict())
+    optimizers = [Decaying(net.parameters(), lr=0.1) for net in (weight, plain)]
+    amp = mezzo.prepare(weight, optimizers[0], "fp32")
+    for _ in range(4):
+        amp.zero_grad()
+        amp.backward(weight(torch.ones(2, 4)).square().mean())
+        amp.step()
+        optimizers[1].zero_grad()
+        plain(torch.ones(2, 4)).square().mean().backward()
+        optimizers[1].step()
+    assert all(map(torch.equal, weight.parameters(), plain.parameters()))
+
+
+@pytest.mark.parametrize("policy", ["fp16, scaling=16", "fp16-master, scaling=16"])
+def test_gradients_that_a_zero_grad_keeps_are_refused_under_a_loss_scale(policy: str) -> None:
+    model = nn.Linear(4, 4)
+    amp = mezzo.prepare(model, Decaying(model.parameters(), lr=0.1), policy)
+    amp.zero_grad()
+    amp.backward(model(torch.ones(2, 4)).float().square().mean())
+    amp.step()
+    with pytest.raises(
+        StepError, match=r"^zero_grad\(\) of Decaying kept the gradients of weight, bias, and .*policy='bf16'"
+    ):
+        amp.zero_grad()

@@ -26,7 +26,7 @@ _models: list[None] = []
 _undo: list[Callable[[], None]] = []
 """What puts torch's state back as it was before each region that the compiler is inside, innermost last."""
 _kept: dict[str, list[Any]] = {}
-"""For each device and region that the exporter is inside the node of a `_Kept`, None where that of an outer one does for it."""
+"""For each device and region that the exporter is inside the node of a `_SwitchBefore`, None where that of an outer one does for it."""
 
 
 def record_entry(switches: Sequence[tuple[str, torch.dtype, bool]]) -> Any:
@@ -85,7 +85,7 @@ def _set_in_graph(*switch: Any) -> None:
     if torch.compiler.is_exporting():
         on_trace_end(_kept.clear)
         regions = _kept.setdefault(device, [])
-        regions.append(None if regions else add_graph_node(_Kept, device))
+        regions.append(None if regions else add_graph_node(_SwitchBefore, device))
     _set(*switch, add_node=add_graph_node)
 
 
@@ -95,10 +95,10 @@ def _undo_in_graph(*switch: Any) -> None:
     if not torch.compiler.is_exporting():  # whose graph is run without the torch.autocast around
         _undo[-1]()
     elif (kept := _kept[switch[0]].pop()) is not None:
-        add_graph_node(_Kept.drop, kept)
+        add_graph_node(_SwitchBefore.drop, kept)
 
 
-class _Kept:
+class _SwitchBefore:
     """The switches of a device before a region, put back where the exporter, who runs the graph that it has traced, fails inside of it.
 
     That is when nobody holds the error any more; a region that somebody is in by then puts back what it found.

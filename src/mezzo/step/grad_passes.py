@@ -98,10 +98,14 @@ def add_up_parts_(params: Iterable[Tensor]) -> bool:
     return bool(partial)
 
 
+def has_own_zero_grad(optimizer: Optimizer) -> bool:
+    """Whether an optimizer drops gradients otherwise than torch's do. Host only."""
+    return type(optimizer).zero_grad is not _ZERO_GRAD or "zero_grad" in vars(optimizer)
+
+
 def drop(optimizer: Optimizer, set_to_none: bool) -> None:
     """Do what `optimizer.zero_grad` does; torch's own names itself in profiles, which takes longer than the rest of it. Writes: gradients."""
-    is_own = type(optimizer).zero_grad is _ZERO_GRAD and "zero_grad" not in vars(optimizer)
-    if not (is_own and set_to_none) or profiler_enabled():
+    if not set_to_none or has_own_zero_grad(optimizer) or profiler_enabled():
         optimizer.zero_grad(set_to_none)
         return
     for group in optimizer.param_groups:

@@ -240,8 +240,11 @@ class Gradients:
             raise
         if any([p.grad is not None for p in self._others]):
             self._model.zero_grad(set_to_none)
-        self._pending = None  # what `grad` found stays: a penalty may be made of it
-        self._leftovers.forget()
+        last, self._pending = (
+            self._pending or self._closed,
+            None,
+        )  # what `grad` found stays: a penalty may be made of it
+        self._leftovers.drop(last)
         self._versions.note_zeros(self.parameters())
 
     @property

@@ -17,8 +17,9 @@ from ..errors import StepError, kind_of, listed
 from ..formats import LOW_DTYPES, dtype_name
 from ..kernels import move
 from ..loss_scale import AccumulationState, parameters
+from ..optim import wrapped_optimizer
 from ..stamp import Stamp
-from .grad_passes import multiply_
+from .grad_passes import has_own_zero_grad, multiply_
 
 
 class Leftovers:
@@ -43,6 +44,24 @@ class Leftovers:
         self.spent_by, self.is_part = "", False
         self._waiting: list[Tensor] = []
         self.pending: AccumulationState | None = None
+
+    def drop(self, last: AccumulationState | None) -> None:
+        """Take note that every gradient of the last step was dropped, or set to zero, by the `zero_grad` of its optimizer.
+
+        Raises:
+            StepError: one of the caller's own kept some, and the next loss may carry another loss scale.
+
+        Syncs: where one of the caller's own left gradients under a loss scale.
+        """
+        self.forget()
+        for one in self._optimizers if last is not None and last.scale is not None else ():
+            left = parameters(one) if has_own_zero_grad(wrapped_optimizer(one)) else []
+            if kept := [p for p in left if p.grad is not None and not is_zero(p)]:
+                raise StepError(
+                    f"zero_grad() of {type(wrapped_optimizer(one)).__name__} kept the gradients of {self._listed(kept)}, and what the next "
+                    "backward(loss) adds to them carries the loss scale, which they may not. Write one that drops them, or a policy without "
+                    "loss scale, as policy='bf16'."
+                )
 
     def close(self, stepped: Sequence[Optimizer], pending: AccumulationState) -> None:
         """Take note of a step that some optimizers took or skipped; the gradients of the others carry its scale. Syncs: no."""
