@@ -377,3 +377,9 @@ def test_an_input_that_torch_negates_late_is_read_as_what_it_is(kind: Any) -> No
         late = torch.ops.aten._neg_view(x)
         assert late.is_neg() and late.is_contiguous()
         torch.testing.assert_close(model(late), model(-x), rtol=0, atol=relative(torch.bfloat16, 2))
+
+
+def test_a_gradient_of_zeros_without_memory_is_refused() -> None:
+    zeros = torch._efficientzerotensor((3,))
+    with pytest.raises(OperandError, match=r"gradient 0 fp32\[3\] cpu cannot be stepped: .*zeros without memory"):
+        norm_and_finite([zeros])

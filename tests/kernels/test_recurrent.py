@@ -153,6 +153,18 @@ LAID: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @needs_kernel
+def test_gradients_that_are_zeros_without_memory(layers: Layers) -> None:
+    model = layers(18, 20)
+    given = operands(model, 6, 5)
+    y, *last = drawn_grads(model, given)
+    pairs = [
+        [y, *map(make, last)]
+        for make in (torch.zeros_like, lambda t: torch._efficientzerotensor(t.shape, dtype=t.dtype))
+    ]
+    assert all(map(torch.equal, *[results(recurrent, given, model, grads) for grads in pairs]))
+
+
+@needs_kernel
 @pytest.mark.parametrize("layout", LAID)
 def test_however_operands_lie_the_results_are_the_same(layers: Layers, layout: str) -> None:
     model = layers(18, 20)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from .._torch import has_no_memory
 from ..errors import OperandError
 from ..formats import LOW_DTYPES, describe, dtype_name
 from ..policy import Master
@@ -341,6 +342,8 @@ def misplaced(tensor: Tensor, weight: Tensor) -> str:
         return "on another device"
     if tensor.layout is not torch.strided:
         return "not strided"
+    if has_no_memory(tensor):
+        return "and zeros without memory, of which a hook is to return the clone()"
     if type(tensor) in PLAIN and (there := _memory(tensor)[1]) < span_of(tensor, 0)[1]:
         return f"and ends beyond its storage of {there} bytes"
     return ""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...._torch import has_no_memory
 from ...backends.cpp.batch import int64s
 from ...backends.cpp.build import c_functions
 from ...operands import addresses_or_none, check_read
@@ -71,7 +72,7 @@ def backward(
 
     Raises: OperandError: one that is not what it is said to be. Syncs: no.
     """
-    grads = [None if one is None else one.resolve_neg() for one in grads]
+    grads = [None if one is None or has_no_memory(one) else one.resolve_neg() for one in grads]
     _check(grads, operands, y, states, kept)
     states, kept = states.contiguous(), kept.contiguous()  # hooks on saved tensors may lay them out anew
     (steps, batch, units), sums = y.shape, operands[4].shape[0]
