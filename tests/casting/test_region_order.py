@@ -102,3 +102,12 @@ def test_a_torch_region_left_open_inside_is_left_with_ours() -> None:
         raise ZeroDivisionError
     assert torch.is_autocast_enabled("cpu") is enabled
     torch.autocast_decrement_nesting()  # of the one that nobody leaves
+
+
+def test_an_interrupt_that_has_taken_the_mode_off_stays_one() -> None:
+    """As where Ctrl-C ends a block while it takes modes aside."""
+    before = state()
+    with pytest.raises(KeyboardInterrupt), autocast("cpu", **KINDS["mode"]):
+        torch.overrides._pop_mode()
+        raise KeyboardInterrupt
+    assert state() == before

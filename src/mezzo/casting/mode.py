@@ -218,8 +218,10 @@ class CastMode(TorchFunctionMode):
 
 
 def drop_mode(mode: CastMode) -> None:
-    """Take a mode off torch's stack, from below others where it has to be."""
+    """Take a mode off torch's stack, from below others where it has to be, unless Ctrl-C has ended a block that holds it."""
     above: list[Any] = []
+    if not torch.compiler.is_compiling() and all([one is not mode for one in function_modes()]):
+        return
     while not torch.compiler.is_compiling() and function_modes()[-1] is not mode:
         above.append(pop_function_mode())
     mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
