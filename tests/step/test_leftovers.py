@@ -363,3 +363,26 @@ def test_gradients_that_a_zero_grad_keeps_are_refused_under_a_loss_scale(policy:
         StepError, match=r"^zero_grad\(\) of Decaying kept the gradients of weight, bias, and .*policy='bf16'"
     ):
         amp.zero_grad()
+
+
+def test_gradients_that_are_written_between_two_steps_are_refused_under_a_loss_scale() -> None:
+    model = nn.Linear(4, 4)
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp16, scaling=16")
+
+    def run(factor: float) -> None:
+        amp.backward(model(torch.ones(2, 4)).square().mean())
+        amp.step()
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad.mul_(factor)
+
+    run(0.0)
+    run(0.5)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(
+        StepError, match=r"^weight, bias have gradients that were written since the last step, and not to 0"
+    ):
+        run(0.5)
+    assert all(map(torch.equal, model.parameters(), before))
+    amp.zero_grad()
+    run(0.0)

@@ -16,10 +16,14 @@ from .._torch import own_modules, own_parameters
 from ..errors import StepError, kind_of, listed
 from ..formats import LOW_DTYPES, dtype_name
 from ..kernels import move
-from ..loss_scale import AccumulationState, parameters
+from ..loss_scale import AccumulationState, host_decides, parameters
 from ..optim import wrapped_optimizer
 from ..stamp import Stamp
 from .grad_passes import has_own_zero_grad, multiply_
+
+_KEEPS_NONE = (
+    "Drop them between step() and the next backward(loss), or write a policy without loss scale, as policy='bf16'."
+)
 
 
 class Leftovers:
@@ -59,8 +63,7 @@ class Leftovers:
             if kept := [p for p in left if p.grad is not None and not is_zero(p)]:
                 raise StepError(
                     f"zero_grad() of {type(wrapped_optimizer(one)).__name__} kept the gradients of {self._listed(kept)}, and what the next "
-                    "backward(loss) adds to them carries the loss scale, which they may not. Write one that drops them, or a policy without "
-                    "loss scale, as policy='bf16'."
+                    f"backward(loss) adds to them carries the loss scale, which they may not. {_KEEPS_NONE}"
                 )
 
     def close(self, stepped: Sequence[Optimizer], pending: AccumulationState) -> None:
@@ -80,15 +83,15 @@ class Leftovers:
         """Look at the gradients, by their stamps as they were left, that the first backward pass of a step will be added to.
 
         Those that wait for their own step go on at the new scale. A gradient that was written since is taken for one that
-        was set to zero. The step takes the gradients that an earlier one has used up.
+        was set to zero, of which the CPU is asked. The step takes the gradients that an earlier one has used up.
 
         Raises:
-            StepError: gradients that somebody else made, or those of the last step, where every optimizer took it.
+            StepError: gradients that somebody else made or, under a loss scale, wrote; or those of the last step, where every optimizer took it.
 
         Writes: gradients that wait, where the scale has moved. Syncs: no.
         """
         waiting = {id(p) for p in self._waiting}
-        stale, foreign = {}, []
+        stale, foreign, written = {}, [], []
         for p in params:
             if (grad := p.grad) is None:
                 continue
@@ -97,6 +100,8 @@ class Leftovers:
                 foreign.append(p)
             elif id(p) not in waiting and stamp.is_current(grad):
                 stale[p] = stamp
+            elif id(p) not in waiting and stamp.version >= 0:
+                written.append(p)
         if stale and not self.is_part:
             raise StepError(
                 f"backward(loss) would add to the gradients of the last step, which {self._listed(stale)} still have. "
@@ -106,6 +111,15 @@ class Leftovers:
             raise StepError(
                 f"{self._listed(foreign)} have gradients that amp.backward did not make, so they carry no loss scale. "
                 "Write amp.backward(loss) for every loss.backward(), and amp.zero_grad() to drop what is there."
+            )
+        if (
+            pending.scale is not None
+            and host_decides(pending.device)
+            and (kept := [p for p in written if not is_zero(p)])
+        ):
+            raise StepError(
+                f"{self._listed(kept)} have gradients that were written since the last step, and not to 0: they carry no loss scale, or another than "
+                f"this loss. {_KEEPS_NONE}"
             )
         pending.stale = stale
         grads = [p.grad for p in self._waiting if p.grad is not None]
