@@ -216,3 +216,7 @@ def test_gradients_of_layer_norm_are_those_of_fp64_rounded_once(
     assert found[0].dtype is low and len(found) == len(want)
     for one, other, true in zip(found, theirs, want, strict=True):
         assert distance(one, true) <= 1.02 * distance(other.to(one.dtype), true) + 1e-6 * float(true.norm())
+
+
+def test_zeros_without_memory_are_left_to_torch() -> None:
+    assert not takes_rms_norm(torch._efficientzerotensor((3, 8)), [8], None, BF16)

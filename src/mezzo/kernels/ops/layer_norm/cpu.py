@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...._torch import is_batched_gradient, is_unwatched
+from ...._torch import has_no_memory, is_batched_gradient, is_unwatched
 from ....formats import LOW_DTYPES
 from ...backends.cpp.build import c_functions
 from ...dtensor import PLAIN
@@ -32,7 +32,7 @@ def fits(x: Tensor, shape: list[int], weight: Tensor | None, low: torch.dtype) -
         and list(x.shape[-len(shape) :]) == shape
         and (weight is None or (type(weight) in PLAIN and weight.device.type == "cpu" and list(weight.shape) == shape))
         and (weight is None or weight.dtype is torch.float32 or weight.dtype in LOW_DTYPES)
-        and not (x.is_neg() or (weight is not None and weight.is_neg()))
+        and not (x.is_neg() or has_no_memory(x) or (weight is not None and weight.is_neg()))
         and is_unwatched()
     )
 
