@@ -304,6 +304,15 @@ def test_what_gradients_do_not_feel_or_layers_round_is_healthy(loss_of: Losses) 
     assert named(traced(loss_of)) == []
 
 
+def test_data_that_was_cast_before_the_loop_is_named_in_each_step() -> None:
+    def far(m: nn.Linear, x: Tensor, kept: list[Tensor]) -> Tensor:
+        kept.extend([] if kept else [low(x * 3 + 4000.0)])
+        return (m((kept[0] - kept[0].roll(1, 0)).float()) - x).square().mean()
+
+    assert named(traced(partial(far, kept=[]), steps=6)) == ["far"]
+    assert named(traced(partial(far, kept=[]), FP32, steps=6)) == []
+
+
 def test_what_comes_in_the_end_alone_is_rounding() -> None:
     def turns(m: nn.Linear, x: Tensor, state: list[int]) -> Tensor:
         state.append(0)

@@ -144,3 +144,15 @@ def test_a_mask_of_the_lowest_fp32_number_is_healthy(dtype: torch.dtype, seed: i
             logits = outward(seen_by_all.transpose(1, 2).flatten(2))
         (F.cross_entropy(logits.float().flatten(0, 1), ids.flatten()) * 1024).backward()
     assert t.report.findings == ()
+
+
+def test_numbers_beside_a_mask_are_not_judged_by_what_rounding_leaves_of_their_sums() -> None:
+    """Biases and scores cancel; the lowest number of fp32 beside them is -inf in 16 bit."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 4, 64, 8).unbind()
+    bias = torch.rand(4, 64, 64).masked_fill(torch.ones(64, 64).triu(1).bool(), torch.finfo(torch.float32).min)
+    weight = torch.eye(8).requires_grad_()
+    with diagnose.trace(None) as t, torch.autocast("cpu", torch.bfloat16):
+        shares = ((q @ weight) @ k.mT + bias.bfloat16()).softmax(-1)
+        (shares @ v).float().square().mean().backward()
+    assert t.report.findings == ()

@@ -126,9 +126,9 @@ class Amplified:
         return sorted(found, key=lambda x: -x.value)
 
     def end_step(self) -> None:
-        """Let go of the ops of a step. Host only."""
-        self._local = WideValues()
-        self._errors.drop_except(StorageNotes())
+        """Let go of what is no more; what was made before the loop is still what it was. Host only."""
+        for notes in (self._local.notes, self._errors, self._close):
+            notes.drop_except(StorageNotes())
 
     def local(self, call: Call) -> dict[int, Tensor]:
         """Return what an op would be given if all since the last layers ran in fp32, by the id of what it read. Syncs: no."""

@@ -297,7 +297,7 @@ class Fp64Reference:
     """Follows overflowed tensors in fp64, so that an infinity that disappears again can be judged.
 
     `tanh(inf)` is 1, which is what fp32 gives: no fault. `rsqrt(inf)` is 0, which erases the activation without a
-    trace of inf or NaN.
+    trace of inf or NaN. The finite elements beside it are followed as they are: what they lost is rounding.
     """
 
     def __init__(self) -> None:
@@ -307,8 +307,12 @@ class Fp64Reference:
         """Start to follow the results of an op that overflowed."""
         true = rerun_wide(call, call.wide_dtype)
         if true is not None and all(is_finite(t) for t in true):
-            for tensor, value in zip(call.out, true, strict=True):
-                self._true.put(tensor, widened(value))
+            self._follow(call, true)
+
+    def _follow(self, call: Call, true: list[Tensor]) -> None:
+        for tensor, value in zip(call.out, true, strict=True):
+            if not is_finite(tensor) and value.shape == tensor.shape:
+                self._true.put(tensor, torch.where(tensor.isfinite(), widened(tensor), widened(value)))
 
     def is_too_large(self, call: Call) -> bool:
         """Say whether a product reads values that its 16-bit format does not hold, and fp32 would bring it. Syncs: yes."""
@@ -332,9 +336,7 @@ class Fp64Reference:
             return ""
         wide = rerun_wide(call, call.wide_dtype) or call.out  # on the infinity, so that rounding alone is no harm
         wrong = [w for t, v, x in zip(call.out, true, wide, strict=True) if (w := _difference(t, v, x))]
-        for tensor, value in zip(call.out, true, strict=True):
-            if not is_finite(tensor) and value.shape == tensor.shape:
-                self._true.put(tensor, widened(value))
+        self._follow(call, true)
         return wrong[0] if wrong else ""
 
 
