@@ -21,6 +21,8 @@ _LINEAR = frozenset({
 """Ops whose gradient does not depend on the values they are given, but for their signs and order."""
 _TURNS = frozenset({"abs", "maximum", "minimum"})
 """Those whose gradient has another sign where an argument has."""
+_MOVES = "index gather index_select take masked_select clone copy to embedding neg mul div".split()
+"""Ops that make no error of what they are given alone, but may show one: they move it, or scale it by a number."""
 _LOGARITHMS = frozenset({"log", "log2", "log10", "log1p"})
 """Ops whose gradient is right where their argument is."""
 _WRONG, _SEEN = 1 / 4, 1 / 8
@@ -35,9 +37,13 @@ class _Error:
         off: norm of the difference over that of the value in fp32.
         lint: the op that made rounding large; None where none did.
         is_used: whether a gradient depends on what is wrong.
+        maker: the op that made the value, or what was wrong in it before.
+        close: the layer whose rows lie closer together than 16-bit numbers, if it comes from one.
     """
 
     off: float
+    maker: Site
+    close: str
     lint: Lint | None = None
     is_used: bool = False
 
@@ -58,7 +64,6 @@ class Amplified:
         self._errors: StorageNotes[_Error] = StorageNotes()
         self._local = WideValues()
         self._weights: StorageNotes[bool] = StorageNotes()
-        self._close: StorageNotes[str] = StorageNotes()
 
     def model(self, model: nn.Module) -> None:
         """Take note of the weights of a model that is about to run. Syncs: no."""
@@ -69,7 +74,7 @@ class Amplified:
     def see(self, call: Call, site: Site, wide: list[Tensor] | None, dtype: torch.dtype) -> None:
         """Take in one op and its results in an fp32 run, and the 16-bit format met last. Syncs: where they are known."""
         if wide is None or site.phase != "forward":
-            forget_results(call, self._errors, self._local, self._close)
+            forget_results(call, self._errors, self._local)
             return
         given = [(t, e) for _, t in call.inputs if (e := self._errors.get(call.original(t))) is not None]
         read, wrong = next(((t, e) for t, e in given if e.lint), (None, None))
@@ -80,29 +85,38 @@ class Amplified:
         if wrong is not None and (is_layer or _is_data(call, read, wrong)):
             self.tell(wrong.lint, site.step)
         lasts = wrong is not None and wrong.is_used and read is not None and self._carries(call, read)
-        close = next((x for _, t in call.inputs if (x := self._close.get(call.original(t)))), "")
+        close = next((e.close for _, e in given if e.close), "")
         if is_layer:
             is_layer = not (call.out and _are_too_close(call.out[0], wide[0]))
             close = "" if is_layer else f"{site.op} (module {site.path})"
         local = None if is_layer else run_in_fp32(call, self._local.known(call))
+        maker = wrong.lint.site if wrong and wrong.lint else self._maker(call, site, is_wrong=False)
         for tensor, value, alone in zip(call.out, wide, local or wide, strict=True):
-            error = _Error(share_off(tensor, value))
+            error = _Error(share_off(tensor, value), maker, close)
             if local is None:
                 self._local.forget(tensor)
             elif wrong is not None and (error.off > _SEEN or lasts):
                 is_used = wrong.is_used or (close and call.facts.name in _TURNS) or not _is_linear(call, read)
-                error = replace(wrong, off=error.off, is_used=bool(is_used))
+                error = replace(error, lint=wrong.lint, is_used=bool(is_used))
             elif error.off > _WRONG and share_off(alone, value) < min(_WRONG, error.off / 4):
                 is_used = not _is_linear(call, None) and call.facts.name not in _LOGARITHMS
                 lint = Lint(
-                    rule="amplified-rounding", site=site, kernel=call.facts.kernel, dtype=dtype_name(dtype),
+                    rule="amplified-rounding", site=self._maker(call, site), kernel=call.facts.kernel, dtype=dtype_name(dtype),
                     what=close, value=error.off,
                 )  # fmt: skip
-                error = _Error(error.off, lint, is_used)
+                error = replace(error, lint=lint, is_used=is_used)
             if local is not None:
                 self._local.put(tensor, alone)
             self._errors.note(tensor, error)
-            self._close.note(tensor, close)
+
+    def _maker(self, call: Call, site: Site, *, is_wrong: bool = True) -> Site:
+        """Return where what is wrong in a result was made: before, if the op only moves it, or reads it as wrong as that. Syncs: if it is wrong."""
+        is_moved = call.facts.name in _MOVES and len(call.inputs) == 1
+        for tensor, error in ((t, self._errors.get(call.original(t))) for _, t in call.inputs):
+            right = self._local.get(call.original(tensor)) if is_wrong and error else None
+            if error and (is_moved or (right is not None and share_off(tensor, right) > _WRONG)):
+                return error.maker
+        return site
 
     def _carries(self, call: Call, read: Tensor) -> bool:
         """Say whether the gradient of a wrong tensor counts in that of its mean, or of a loss that such a mean is no small part of. Syncs: there."""
@@ -127,7 +141,7 @@ class Amplified:
 
     def end_step(self) -> None:
         """Let go of what is no more; what was made before the loop is still what it was. Host only."""
-        for notes in (self._local.notes, self._errors, self._close):
+        for notes in (self._local.notes, self._errors):
             notes.drop_except(StorageNotes())
 
     def local(self, call: Call) -> dict[int, Tensor]:

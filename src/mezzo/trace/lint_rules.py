@@ -93,7 +93,9 @@ class LintWatch:
         is_told = has_flushed or self.of_risks
         of_ids = {x.site.frame for x in self._found.values() if x.rule == "ids-in-16-bit"}
         named = {(x.site.root, x.site.module) for x in self._found.values() if x.rule in _CAUSES}
-        amplified = [x for x in self.amplified.lasting() if (x.site.root, x.site.module) not in named][:_MOST]
+        sums = {(x.site.frame, x.site.op) for x in self._found.values() if x.rule == "half-accumulator"}
+        lasting = [x for x in self.amplified.lasting() if (x.site.frame, x.site.op) not in sums]
+        amplified = [x for x in lasting if (x.site.root, x.site.module) not in named][:_MOST]
         found = [x for x in (*self._found.values(), *amplified) if is_told or x.rule != "no-loss-scale"]
         return tuple(x for x in found if x.rule != "integers-in-16-bit" or x.site.frame not in of_ids)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ..formats import format_of, parse_dtype
 from .buffers_at_rest import exact_integers
 from .lint_rules import OF_ONE
+from .ops import plain_name
 from .records import Lint
 from .verdict import number
 
@@ -40,6 +41,12 @@ def _constant(lint: Lint) -> tuple[str, str]:
     )
 
 
+def _shown_by(lint: Lint) -> str:
+    """Say which op read the elements that are off, where it is another than made them."""
+    shown = plain_name(lint.kernel)
+    return f" where {shown} reads it" if shown != lint.site.op else ""
+
+
 _TEXTS: dict[str, Callable[[Lint], tuple[str, str]]] = {
     "integers-in-16-bit": lambda x: (
         f"whole numbers up to {number(x.value)} are {'added up in' if x.what == 'cumsum' else 'cast to'} {x.dtype}, which is exact up to {number(exact_integers(parse_dtype(x.dtype)))}: neighbours become equal.",
@@ -64,12 +71,12 @@ _TEXTS: dict[str, Callable[[Lint], tuple[str, str]]] = {
     ),
     "amplified-rounding": lambda x: (
         (
-            f"{x.site.op} makes rounding large: its result is {x.value:.0%} off what fp32 has, since results of {x.what} lie closer together than numbers of {x.dtype}.",
+            f"{x.site.op} makes rounding large: its result is {x.value:.0%} off what fp32 has{_shown_by(x)}, since results of {x.what} lie closer together than numbers of {x.dtype}.",
             "run that layer in fp32 (module:NAME=fp32 in the policy, or torch.autocast(..., enabled=False)); or take out what its results have in common, as by targets less their mean.",
         )
         if x.what
         else (
-            f"{x.site.op} makes rounding large: its result is {x.value:.0%} off what fp32 has, of numbers that {x.dtype} rounded since the last layer or input.",
+            f"{x.site.op} makes rounding large: its result is {x.value:.0%} off what fp32 has{_shown_by(x)}, of numbers that {x.dtype} rounded since the last layer or input.",
             "compute it, and all behind the last layer or input that it is made of, in fp32: x = x.float() there, with torch.autocast(..., enabled=False); or leave out the large part that cancels.",
         )
     ),
