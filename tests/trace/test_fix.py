@@ -161,3 +161,17 @@ def test_the_spread_of_one_number_is_left_out_or_gets_more() -> None:
     with diagnose.trace() as t:
         (layer(torch.randn(1, 8)) / (layer(torch.randn(1, 8)).std(0) + 1e-5)).sum().backward()
     assert "give std more than one number" in t.report.findings[0].fix.advice
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_by_hand", [True, False])
+def test_bf16_is_advised_where_it_is_not_the_format_that_overflows(dtype: torch.dtype, is_by_hand: bool) -> None:
+    """The lowest number of fp32 lies beyond bf16 too."""
+    model = nn.Linear(8, 8)
+    with diagnose.trace(model) as t:
+        h, lowest = model(torch.randn(4, 8)), torch.full((8, 8), torch.finfo(torch.float32).min)
+        with torch.autocast("cpu", dtype):
+            scores = h.to(dtype) @ lowest.to(dtype) if is_by_hand else h @ lowest
+            scores.float().sum().backward()
+    advice = t.report.findings[0].fix.advice
+    assert ("bf16" in advice) == (dtype is torch.float16), advice

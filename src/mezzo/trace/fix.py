@@ -161,9 +161,10 @@ def _fix_overflow(event: Event, loss: float) -> Fix:
         low = "params=bf16" if any(t.dtype == "bf16" for t in event.inputs) else "compute=bf16"
         return Fix(edit=low * (event.outputs[0].dtype == "fp16"), advice=f"the gradient is narrowed on its way out of {event.site.path}, because what "
                     "feeds it, the module or op before, is 16 bit: an fp32 rule on that repairs it too.")  # fmt: skip
+    wider = ", or use bf16, whose range is that of fp32" if event.outputs[0].dtype == "fp16" else ""
     if _narrowed_by_hand(event) is event.site:
         return Fix(advice=f"no rule undoes what {event.site.called}() narrows at {event.site.user or event.site.library}: "
-                    f"leave {event.leaf or 'the value'} in fp32 there, or use bf16, whose range is that of fp32.")  # fmt: skip
+                    f"leave {event.leaf or 'the value'} in fp32 there{wider}.")  # fmt: skip
     if event.outputs[0].dtype in LOW_NAMES and (widest is None or is_fp32s):
         edit = _edits([event.site, *event.followers])
         if widest is not None and edit.startswith("op:") and _is_slope_too_large(event, widest.amax, loss):
@@ -171,8 +172,7 @@ def _fix_overflow(event: Event, loss: float) -> Fix:
                         f"{'factor' if event.site.op == 'mul' else 'result'}, which {event.outputs[0].dtype} does not hold; or bound the argument.")  # fmt: skip
         return Fix(
             edit=edit,
-            advice="what reads values this large needs fp32 too, up to the next normalisation; or use bf16, whose range "
-            "is that of fp32, or scale the inputs down.",
+            advice=f"what reads values this large needs fp32 too, up to the next normalisation{wider}, or scale the inputs down.",
             tried=""
             if widest is None
             else f"{event.site.op} in fp32 on these values: finite, up to {number(widest.amax)}",
