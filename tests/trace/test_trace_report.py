@@ -47,7 +47,7 @@ def test_the_answer_follows_from_what_was_seen(seen: TraceRecord, answer: str, w
 def test_what_was_seen_is_counted_in_words() -> None:
     assert report(SEEN).seen == "2 forwards, 2 backwards, 2 updates; 90 ops"
     assert report(replace(SEEN, forwards=3, skipped=1, ops=1234)).seen == (
-        "3 forwards, 2 backwards, 2 updates, 1 step left out by the loss scaler, 1 forward without a backward; 1,234 ops"
+        "3 forwards, 2 backwards, 2 updates, 1 step left out by the loss scaler; 1,234 ops"
     )
 
 

@@ -69,11 +69,9 @@ class TraceReport(Report):
     def seen(self) -> str:
         """What was looked at, in a sentence."""
         r = self.record
-        left = r.forwards - r.backwards if r.forwards > r.backwards > 0 else 0
         counts = [
             _count(r.forwards + r.inferences, "forward"), _count(r.backwards, "backward"), _count(r.updates, "update"),
             *([_count(r.skipped, "step") + " left out by the loss scaler"] if r.skipped else []),
-            *([_count(left, "forward") + " without a backward"] if left else []),
         ]  # fmt: skip
         return f"{', '.join(counts)}; {r.ops:,} ops"
 
