@@ -37,6 +37,26 @@ def test_a_decay_that_16_bit_rounds_away_is_named(shape: tuple[int, ...], steps:
 
 
 @pytest.mark.parametrize(
+    ("dtype", "factor", "named"), [(BF16, 1 - 1e-3, ["weight, bias"]), (BF16, 0.9, []), (FP32, 1 - 1e-3, [])]
+)
+def test_weights_that_a_loop_decays_between_the_steps_of_an_optimizer_are_named(
+    dtype: torch.dtype, factor: float, named: list[str]
+) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(16, 16, dtype=dtype), torch.randn(64, 16, dtype=dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with diagnose.trace(model) as t:
+        for _ in range(6):
+            optimizer.zero_grad()
+            (model(x) - x).float().square().mean().backward()
+            optimizer.step()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(factor)
+    assert [f.why.partition(" for ")[2].partition(" are ")[0] for f in t.report.findings] == named
+
+
+@pytest.mark.parametrize(
     ("dtype", "factor", "is_written"),
     [(FP32, 0.9985, False), (BF16, 0.9, False), (BF16, 1.0, False), (BF16, 0.9985, True)],
 )
@@ -46,6 +66,23 @@ def test_one_that_moves_or_begins_anew_is_healthy(
 ) -> None:
     state = torch.full((4,), 0.1, dtype=dtype)
     assert not decayed(state, factor, 4, is_written=is_written, is_new=is_new).findings
+
+
+@pytest.mark.parametrize("numel", [4, 1])
+def test_every_step_in_which_an_average_did_not_move_is_counted(numel: int) -> None:
+    steps, model, averages = 40, nn.Linear(4, 1), [torch.ones(numel, dtype=BF16) for _ in range(2)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with diagnose.trace(model) as t:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            for average in averages:
+                for _ in range(1 if numel > 1 else 70):
+                    average.add_(1e-3)
+    [found] = t.report.findings
+    assert len(found.steps) >= steps - 1
+    assert found.why.startswith(f"100% of the updates the program computed for a tensor of ({numel},) are smaller")
 
 
 def test_a_16_bit_table_with_sparse_gradients_is_followed() -> None:

@@ -300,7 +300,7 @@ def _of_lost_updates(lost: tuple[LostUpdate, ...]) -> list[Finding]:
     first = worst[0]
     same = [u for u in worst if (u.site.step, u.optimizer) == (first.site.step, first.optimizer)]
     share = sum(u.lost for u in same) / sum(u.intended for u in same)
-    site, names = first.site, listed([u.name for u in same])
+    site, names = first.site, listed(tuple(dict.fromkeys(u.name for u in same)))
     steps = tuple(sorted({u.site.step for u in worst}))
     if not first.optimizer:
         why = f"{share:.0%} of what is added here to {names} is smaller than half the spacing of {first.dtype} there, time after time: it does not move."

@@ -23,7 +23,6 @@ ADDITIONS = frozenset({"add", "sub", "lerp", "addcmul", "addcdiv"})
 FACTORS = frozenset({"mul", "div"})
 _HANDED_ON = frozenset({"where", "clamp", "clamp_min", "clamp_max", "masked_fill"})
 """Ops between two additions that leave most of a state as it is, as the reset of a neuron that spiked."""
-TOLD = 64
 STEPS = 64
 """Additions to one state that are lost one after another: more than a network has layers whose start is small."""
 ELEMENTWISE = ADDITIONS | _HANDED_ON | FACTORS | {"rsub", "neg", "to", "copy", "clone"}
@@ -41,7 +40,7 @@ class UpdateWatch:
     """
 
     def __init__(self) -> None:
-        self.lost: list[LostUpdate] = []
+        self._lost: dict[tuple[object, ...], LostUpdate] = {}
         self.is_own = ""
         self._by_hand: StorageNotes[tuple[int, int]] = StorageNotes()
         self._chains: StorageNotes[tuple[object, int]] = StorageNotes()
@@ -117,7 +116,7 @@ class UpdateWatch:
         """Take in an op outside of modules and optimizers, which adds to 16 bit that no gradient goes through."""
         name = call.facts.name.removeprefix("foreach_")
         is_update = call.facts.writes and name in ADDITIONS | FACTORS
-        if site.root or not is_update or len(self.lost) >= TOLD or caller()[0] is Owner.MEZZO:
+        if site.root or not is_update or caller()[0] is Owner.MEZZO:
             return
         before = {id(t): kept for _, kept in call.inputs if (t := call.original(kept)) is not kept}
         kept = [t for t in call.out if id(t) in before and t.dtype in LOW_DTYPES]
@@ -128,12 +127,19 @@ class UpdateWatch:
             old = before[id(tensor)]
             counts = _counts(want != old.float(), tensor, old)
             times, at = self._by_hand.get(tensor) or (0, version(tensor) - 1)
-            # what was written in between, as gradients are before a clip, does not decay
-            times = row_after(times, counts) if name in ADDITIONS or at == version(tensor) - 1 else 0
+            called = name_of(tensor)
+            # what was written in between, as gradients are before a clip, does not decay; a weight does, between the steps of an optimizer
+            is_kept = name in ADDITIONS or at == version(tensor) - 1 or called.startswith("parameter")
+            times = row_after(times, counts) if is_kept else 0
             self._by_hand.note(tensor, (times, version(tensor)))
             if times > (1 if tensor.numel() > 1 else STEPS):
-                called = name_of(tensor).rpartition(" ")[2] or f"a tensor of {tuple(tensor.shape)}"
-                self.add(called, tensor, "the program", counts, site)
+                self.add(
+                    called.rpartition(" ")[2] or f"a tensor of {tuple(tensor.shape)}",
+                    tensor,
+                    "the program",
+                    counts,
+                    site,
+                )
 
     def _see_chain(self, call: Call, site: Site) -> None:
         """Take in an op of a forward: a line that adds to a state again and again, as steps of an ODE, and does not move it."""
@@ -173,11 +179,20 @@ class UpdateWatch:
         self._clear()
 
     def add(self, name: str, tensor: Tensor, optimizer: str, counts: tuple[int, int], site: Site) -> None:
-        """Note a lost update: how many elements it meant to change, and how many of them it left. Host only."""
-        intended, lost = counts
+        """Note a lost update: how many elements it meant to change, and how many of them it left; alike ones of a step as one. Host only."""
+        key = name, optimizer, site.frame, site.op, site.step
+        old, (intended, lost) = self._lost.get(key), counts
+        if old is not None:
+            site, intended, lost = old.site, old.intended + intended, old.lost + lost
         dtype = dtype_name(tensor.dtype)
-        update = LostUpdate(name=name, dtype=dtype, optimizer=optimizer, intended=intended, lost=lost, site=site)
-        self.lost.append(update)
+        self._lost[key] = LostUpdate(
+            name=name, dtype=dtype, optimizer=optimizer, intended=intended, lost=lost, site=site
+        )
+
+    @property
+    def lost(self) -> tuple[LostUpdate, ...]:
+        """What was lost, in the order in which it came first."""
+        return tuple(self._lost.values())
 
 
 def _counts(meant: Tensor, now: Tensor, before: Tensor) -> tuple[int, int]:
@@ -292,5 +307,5 @@ class StateWatch:
         self._times[key] = row_after(self._times[key], counts)
         if self._lints.of_risks and 2 * counts_kept_whole(before, before, wide, bumped)[1] > counts[0]:
             self._lints.add("half-accumulator", made.site, state.dtype, key[1], 0.0, made.kernel)
-        if self._times[key] == 2 and len(self._updates.lost) < TOLD:
+        if self._times[key] == 2:
             self._updates.add(key[1], state, "the forward", counts, made.site)
