@@ -313,36 +313,6 @@ def test_data_that_was_cast_before_the_loop_is_named_in_each_step() -> None:
     assert named(traced(partial(far, kept=[]), FP32, steps=6)) == []
 
 
-def gathered(m: nn.Linear, x: Tensor) -> Tensor:
-    d = low(torch.tensor([1.0, 1e3]).repeat(4)) * (100 + low(m(x)).sigmoid() * 1e-2) - 100
-    return (d.gather(1, torch.zeros(64, 1).long()).float() * 100 - 1).square().mean()
-
-
-def seen_by_a_view(m: nn.Linear, x: Tensor) -> Tensor:
-    z = low(m(x)) * 1e-2 + 1
-    near = (z[:, None] * z[None]).mean(-1) + 1e3 * low(torch.ones(64, 64) - torch.eye(64)) - 1
-    return ((near.diagonal() + 0.0).float() * 1e2).square().mean()
-
-
-def behind_a_reciprocal(m: nn.Linear, x: Tensor) -> Tensor:
-    count = low(torch.zeros(2)).index_add(0, torch.arange(3000) // 2990, low(torch.ones(3000)))
-    return ((1 / count)[torch.zeros(64).long(), None] * low(m(x)).square()).float().mean() * 1e4
-
-
-@pytest.mark.parametrize(("loss_of", "op", "by"), [(gathered, "sub", "gather"), (seen_by_a_view, "sub", "add")])
-def test_an_op_that_only_shows_an_error_is_not_blamed_for_it(loss_of: Losses, op: str, by: str) -> None:
-    [lint] = traced(loss_of).record.lints
-    assert (lint.rule, lint.site.op) == ("amplified-rounding", op)
-    assert f" off what fp32 has where {by} reads it, of numbers" in explain_lint(lint).why
-    assert named(traced(loss_of, FP32)) == []
-
-
-def test_a_sum_that_is_named_is_named_once() -> None:
-    assert [(x.rule, x.site.op) for x in traced(behind_a_reciprocal).record.lints] == [
-        ("half-accumulator", "index_add")
-    ]
-
-
 def test_what_comes_in_the_end_alone_is_rounding() -> None:
     def turns(m: nn.Linear, x: Tensor, state: list[int]) -> Tensor:
         state.append(0)

@@ -89,7 +89,8 @@ class Amplified:
         if is_layer:
             is_layer = not (call.out and _are_too_close(call.out[0], wide[0]))
             close = "" if is_layer else f"{site.op} (module {site.path})"
-        local = None if is_layer else run_in_fp32(call, self._local.known(call))
+        known = self._local.known(call)
+        local = None if is_layer else run_in_fp32(call, known)
         maker = wrong.lint.site if wrong and wrong.lint else self._maker(call, site, is_wrong=False)
         for tensor, value, alone in zip(call.out, wide, local or wide, strict=True):
             error = _Error(share_off(tensor, value), maker, close)
@@ -99,12 +100,15 @@ class Amplified:
                 is_used = wrong.is_used or (close and call.facts.name in _TURNS) or not _is_linear(call, read)
                 error = replace(error, lint=wrong.lint, is_used=bool(is_used))
             elif error.off > _WRONG and share_off(alone, value) < min(_WRONG, error.off / 4):
-                is_used = not _is_linear(call, None) and call.facts.name not in _LOGARITHMS
-                lint = Lint(
-                    rule="amplified-rounding", site=self._maker(call, site), kernel=call.facts.kernel, dtype=dtype_name(dtype),
-                    what=close, value=error.off,
-                )  # fmt: skip
-                error = replace(error, lint=lint, is_used=is_used)
+                if any(not is_finite(t) and is_finite(known.get(id(t), t)) for _, t in call.inputs):
+                    alone = tensor.detach().float()  # noqa: PLW2901  # what an overflow leaves is no rounding
+                else:
+                    lint = Lint(
+                        rule="amplified-rounding", site=self._maker(call, site), kernel=call.facts.kernel,
+                        dtype=dtype_name(dtype), what=close, value=error.off,
+                    )  # fmt: skip
+                    is_used = not _is_linear(call, None) and call.facts.name not in _LOGARITHMS
+                    error = replace(error, lint=lint, is_used=is_used)
             if local is not None:
                 self._local.put(tensor, alone)
             self._errors.note(tensor, error)
@@ -129,8 +133,7 @@ class Amplified:
     def loss(self, loss: Tensor, step: int, of_risks: bool) -> None:
         """Take note of what backward starts from, and whether a wrong value counts where its gradient is right. Host only."""
         self._steps.add(step)
-        value = plain(loss)
-        error = None if value is None else self._errors.get(value)
+        error = None if (value := plain(loss)) is None else self._errors.get(value)
         if error and error.lint and (error.is_used or (of_risks and error.lint.site.op in _LOGARITHMS)):
             self.tell(error.lint, step)
 
@@ -156,8 +159,7 @@ class Amplified:
 
 def share_off(tensor: Tensor, wide: Tensor) -> float:
     """Return how far a tensor lies from another, as a share of that one's norm; 0 where that is 0 or not finite. Syncs: yes."""
-    top = float(wide.norm())
-    off = float((tensor.detach().to(wide.dtype) - wide).norm()) if 0 < top < math.inf else 0.0
+    off = float((tensor.detach().to(wide.dtype) - wide).norm()) if 0 < (top := float(wide.norm())) < math.inf else 0.0
     return off / top if 0 < off < math.inf else 0.0
 
 
@@ -172,8 +174,8 @@ def _are_too_close(tensor: Tensor, wide: Tensor) -> bool:
 def _is_data(call: Call, read: Tensor | None, error: _Error) -> bool:
     """Say whether a wrong tensor without a gradient, as a target is, meets what has one. Syncs: no."""
     has_gradient = torch.is_grad_enabled() and any(call.original(t).requires_grad for _, t in call.inputs)
-    is_whole = read is not None and read.dim() > 0 and error.off > _WRONG
-    return has_gradient and is_whole and read is not None and not call.original(read).requires_grad
+    is_fixed = read is not None and read.dim() > 0 and not call.original(read).requires_grad
+    return has_gradient and is_fixed and error.off > _WRONG
 
 
 def _is_linear(call: Call, read: Tensor | None) -> bool:

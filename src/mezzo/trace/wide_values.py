@@ -27,9 +27,8 @@ def flat(tensor: Tensor) -> Tensor:
 def at(values: Tensor, like: Tensor) -> Tensor | None:
     """Return the view of a flat tensor that lies where `like` lies; None if its memory was made larger since. Syncs: no."""
     last = like.storage_offset() + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))
-    if like.numel() and last >= values.numel():
-        return None
-    return values.as_strided(like.shape, like.stride(), like.storage_offset())
+    is_there = not like.numel() or last < values.numel()
+    return values.as_strided(like.shape, like.stride(), like.storage_offset()) if is_there else None
 
 
 class WideValues:
