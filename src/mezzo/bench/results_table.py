@@ -88,19 +88,13 @@ def row(result: Result, measurement: Measurement) -> tuple[str, ...]:
     extra = (measurement.measures.get(name) for name in measure_names(result))
     point = (measurement.point,) if len(points_of(result)) > 1 else ()
     return (
-        *point,
-        label(measurement),
-        in_seconds(measurement.median),
-        in_seconds(measurement.low, measurement.high),
-        in_seconds(measurement.median / measurement.units),
-        _times(result.ratio(measurement, "fp32")),
+        *point, label(measurement), in_seconds(measurement.median), in_seconds(measurement.low, measurement.high),
+        in_seconds(measurement.median / measurement.units), _times(result.ratio(measurement, "fp32")),
         _times(rival.median / measurement.median if rival else None),
-        MISSING if share is None else f"{share:.0%}" if share >= 0.1 else f"{share:.1%}",
-        in_bytes(measurement.peak_bytes),
+        MISSING if share is None else f"{share:.0%}" if share >= 0.1 else f"{share:.1%}", in_bytes(measurement.peak_bytes),
         _times(measurement.peak_bytes / fp32.peak_bytes if fp32 and fp32.peak_bytes > 0 else None),
-        f"{measurement.loss:.6g}",
-        *(MISSING if value is None else f"{value:.4g}" for value in extra),
-    )
+        f"{measurement.loss:.6g}", *(MISSING if value is None else f"{value:.4g}" for value in extra),
+    )  # fmt: skip
 
 
 def points_of(result: Result) -> tuple[str, ...]:

@@ -50,19 +50,10 @@ def _module_errors(mode: ComparingMode) -> tuple[ModuleError, ...]:
 
 def _op_error(key: OpKey, tally: Tally, flops: int) -> OpError:
     return OpError(
-        phase=key.phase,
-        module=key.module,
-        path=key.module or key.root or OUTSIDE,
-        op=key.op,
-        called=key.called,
-        kernel=key.kernel,
-        dtype=dtype_name(key.dtype),
-        frame=key.frame,
-        calls=tally.count,
-        agreement=_agreement(tally),
-        local_share=tally.local_share,
-        flops=flops,
-    )
+        phase=key.phase, module=key.module, path=key.module or key.root or OUTSIDE, op=key.op, called=key.called,
+        kernel=key.kernel, dtype=dtype_name(key.dtype), frame=key.frame, calls=tally.count,
+        agreement=_agreement(tally), local_share=tally.local_share, flops=flops,
+    )  # fmt: skip
 
 
 class _OpenKernels(TorchFunctionMode):

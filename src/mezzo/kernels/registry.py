@@ -28,12 +28,9 @@ _ORDER: dict[str, tuple[str, ...]] = {
     "gradients": ("cpu", "foreach", "reference"),
     "adamw": ("cpu", "triton", "fused", "reference"),
     "sgd": ("cpu", "triton", "fused", "reference"),
-    "linear": ("cpu", "reference"),
-    "linear_training": ("cpu", "reference"),
-    "attention": ("cpu", "reference"),
-    "recurrent": ("cpu", "reference"),
-    "convolution": ("cpu", "reference"),
-    "dropout": ("cpu", "reference"),
+    **dict.fromkeys(
+        ("linear", "linear_training", "attention", "recurrent", "convolution", "dropout"), ("cpu", "reference")
+    ),
     "decision": ("triton", "reference"),
     "layer_norm": ("triton", "cpu", "reference"),
 }

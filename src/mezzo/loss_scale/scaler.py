@@ -82,15 +82,10 @@ class GradScaler(TorchNames):
             enabled = False
         try:
             config = ScalingConfig(
-                init_scale=init_scale,
-                growth_factor=growth_factor,
-                backoff_factor=backoff_factor,
-                growth_interval=growth_interval,
-                min_scale=floor_under(init_scale, min_scale),
-                max_scale=max_scale,
-                hysteresis=hysteresis,
-                dynamic=dynamic,
-            )
+                init_scale=init_scale, growth_factor=growth_factor, backoff_factor=backoff_factor,
+                growth_interval=growth_interval, min_scale=floor_under(init_scale, min_scale), max_scale=max_scale,
+                hysteresis=hysteresis, dynamic=dynamic,
+            )  # fmt: skip
             saved = checked(config, patience, LossScale.start(config))
         except PolicyError as refusal:
             raise ScalerArgumentError(str(refusal)) from None

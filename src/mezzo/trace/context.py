@@ -228,18 +228,9 @@ class TraceContext:
         if called in CASTS and (cause := caller())[0] is Owner.MEZZO:
             called = public_name(cause[1])  # no line of the program's makes the cast of a rule
         return Site(
-            phase=phase,
-            root=place.root,
-            module=place.held_by,
-            classes=place.classes,
-            user=user,
-            library=library,
-            called=called,
-            op=op,
-            step=self.step,
-            rank=self.rank,
-            is_ruled=bool(place.root) or self.names.in_region,
-        )
+            phase=phase, root=place.root, module=place.held_by, classes=place.classes, user=user, library=library,
+            called=called, op=op, step=self.step, rank=self.rank, is_ruled=bool(place.root) or self.names.in_region,
+        )  # fmt: skip
 
     def _remember(self, site: Site, sequence: int) -> None:
         if len(self._sites) > _SITES_KEPT:

@@ -20,14 +20,8 @@ PRETRAINED_LR = 3e-5
 SCRATCH_LR, SCRATCH_WIDTH = 1e-3, 64
 WARMUP = 0.1
 SCHEDULES = (
-    "constant",
-    "constant_with_warmup",
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "polynomial",
-    "inverse_sqrt",
-)
+    "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt",
+)  # fmt: skip
 """Schedules of the transformers library that need nothing but the number of updates."""
 RENAMED = {"parts": "micro_batches"}
 MAY_DIFFER_ON_RESUME = ("resume", "overwrite", "out", "amp", "policy", "device", "log_every", "tracker")

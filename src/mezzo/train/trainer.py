@@ -123,17 +123,12 @@ class Trainer:
             at.final_loss = at.epoch_loss / max(at.epoch_applied, 1)
             at.epoch_loss, at.epoch_applied = 0.0, 0
         finite = {"loss": value, "grad_norm": update.grad_norm}
-        self._log.add(
-            kind="update",
-            step=at.step,
-            **{name: number if math.isfinite(number) else None for name, number in finite.items()},
-            lr=update.lr,
-            scale=update.scale,
-            applied=update.applied,
-        )
-        numbers = {**finite, "lr": update.lr, "scale": update.scale, "skipped": float(at.skipped)}
+        written = {name: number if math.isfinite(number) else None for name, number in finite.items()}
+        moved = {"lr": update.lr, "scale": update.scale}
+        self._log.add(kind="update", step=at.step, **written, **moved, applied=update.applied)
+        numbers = {**finite, **moved, "skipped": float(at.skipped)}
         self._track(at.step, {f"train/{name}": number for name, number in numbers.items()})
-        progress.update(at.step, loss=value, lr=update.lr, scale=update.scale, skipped=at.skipped)
+        progress.update(at.step, loss=value, **moved, skipped=at.skipped)
 
     def _loss(self, rows: list[int], index: int) -> Tensor:
         """Return what one micro-batch adds to the mean loss of its batch: shape (), fp32.
