@@ -206,7 +206,7 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
     """Return the closing clause of a message about an unknown word, which need not be text.
 
     Returns:
-        " Did you mean 'x'?" for the nearest spelling, else the list of valid ones; never a list of more than 30.
+        " Did you mean 'x'?" for the nearest spelling, else the list of valid ones; of more than 30 their number.
 
     >>> did_you_mean("bf61", ["bf16", "fp16"])
     " Did you mean 'bf16'?"
@@ -215,10 +215,15 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
     """
     options = sorted(set(known))
     by_fold = {option.casefold(): option for option in options}
-    cutoff = 0.5 if len(options) <= 30 else 0.0
     text = word if isinstance(word, str) else shown(word)
-    near = difflib.get_close_matches(text.casefold(), by_fold, n=1, cutoff=cutoff)
-    return f" Did you mean '{by_fold[near[0]]}'?" if near else f" Valid: {', '.join(options)}."
+    near = difflib.get_close_matches(text.casefold(), by_fold, n=1, cutoff=0.6)
+    if near:
+        return f" Did you mean '{by_fold[near[0]]}'?"
+    return (
+        f" Valid: {', '.join(options)}."
+        if len(options) <= 30
+        else f" None of the {len(options):,} valid ones is like it."
+    )
 
 
 def misfit_of(
