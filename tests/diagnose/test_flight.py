@@ -146,6 +146,13 @@ def test_another_policy_for_the_step_itself(tmp_path: Path) -> None:
     wide = mezzo.replay(tmp_path / "run", 6, build, policy="fp32")
     assert not narrow.applied and wide.applied and wide.policy == "fp32"
     assert wide.losses[0] == pytest.approx(narrow.losses[0], rel=0.05) or narrow.losses[0] != narrow.losses[0]
+    assert "Run again under another policy, not compared; before it: bit for bit as recorded, 2 steps compared." in str(
+        wide
+    )
+    first = mezzo.replay(tmp_path / "run", 4, build, policy="fp32")
+    assert first.compared == 0 and "Run again under another policy, not compared." in str(first)
+    same = mezzo.replay(tmp_path / "run", 6, build, policy=POLICY)  # which is that of the run
+    assert (same.compared, same.is_own_policy, str(same)) == (3, True, str(narrow))
 
 
 def test_a_weight_that_changed_by_itself_is_noticed(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -73,3 +75,25 @@ def test_memory_that_runs_out_is_not_told_as_a_damaged_file(tmp_path: Path) -> N
     train(tmp_path / "run", batches(1))
     with pytest.raises(torch.OutOfMemoryError, match="planted"):
         step_data.read(min((tmp_path / "run").rglob("*.step")), load=load)
+
+
+def test_a_record_of_somebody_else_is_not_called_empty() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        kept = Path(folder) / "run"
+        train(kept, batches(2))
+        amp = mezzo.prepare(*build()[:2], "fp32")
+        kept.chmod(0o300)  # to be written, not read
+        Path(folder).chmod(0o755)
+        is_root = os.geteuid() == 0
+        if is_root:  # who may read everything
+            os.chown(kept, 65534, 65534)
+            os.seteuid(65534)
+        try:
+            with pytest.raises(DataError, match=r"run' cannot be read as a record: Permission denied\. Have its owner"):
+                mezzo.replay(kept, 0, build)
+            with pytest.raises(DataError, match="Permission denied"):  # another record may lie in it
+                mezzo.record(amp, kept)
+        finally:
+            if is_root:
+                os.seteuid(0)
+            kept.chmod(0o700)

@@ -90,8 +90,14 @@ def _make_ready(old: Path, new: Path) -> None:
 
 
 def segments(folder: Path) -> list[tuple[int, Path]]:
-    """Return the segments of a record that are whole: the step each begins with, and its folder."""
-    found = [(int(p.name), p) for p in folder.glob("[0-9]*") if p.name.isdigit() and (p / START).is_file()]
+    """Return the segments of a record that are whole: the step each begins with, and its folder. Raises: DataError: it cannot be read."""
+    try:
+        found = [(int(p.name), p) for p in folder.iterdir() if p.name.isdecimal() and (p / START).is_file()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        why = f"{str(folder)!r} cannot be read as a record: {error.strerror}"
+        raise DataError(f"{why}. Have its owner let you read it, or name another folder.") from None
     return sorted(found)
 
 

@@ -49,6 +49,7 @@ class ReplayedStep(Report):
             hardware, or somebody changed weights; None if all are, or the record has no results of them.
         compared: steps whose results were compared.
         traced: the report of what `around` gave, if it makes one, as a trace does.
+        is_own_policy: the step ran under the policy of the run; under another it is not compared itself.
     """
 
     step: int
@@ -61,6 +62,7 @@ class ReplayedStep(Report):
     first_different: int | None
     compared: int
     traced: Report | None = None
+    is_own_policy: bool = True
 
     @property
     def is_healthy(self) -> bool:
@@ -90,8 +92,10 @@ class ReplayedStep(Report):
                 f"Step {self.first_different} does not come out as recorded: hardware computed something else, or weights were changed "
                 "outside of the steps."
             )
-        compared = f"bit for bit as recorded, {self.compared} {plural('step', self.compared)} compared"
-        return f"Run again: {compared if self.compared else 'not compared'}."
+        found = f"bit for bit as recorded, {self.compared} {plural('step', self.compared)} compared"
+        if self.is_own_policy:
+            return f"Run again: {found if self.compared else 'not compared'}."
+        return f"Run again under another policy, not compared{f'; before it: {found}' if self.compared else ''}."
 
 
 def segment_of(folder: Path, step: int) -> tuple[int, Path]:
@@ -206,6 +210,8 @@ def replay(
     start = step_data.read(path / START, load=partial(torch.load, weights_only=True))
     if not step_data.fits(start, {"format": int, "policy": str, "run": Mapping}) or start["format"] != FORMAT:
         raise DataError(f"{str(path / START)!r} is no snapshot of a record of this version.")
+    if policy is not None and policy == as_policy(start["policy"]):
+        policy = None
     with random_state.kept():
         run = _Run(_built(build), start["policy"], kept)
         run.amp.load_state_dict(start["run"])
@@ -219,14 +225,9 @@ def replay(
         if policy is None:
             differs.append(run.differs(step, found))
     return ReplayedStep(
-        step=step,
-        policy=str(start["policy"] if policy is None else policy),
-        losses=tuple(float(x) for x in found["losses"]),
-        grad_norm=float(found["grad_norm"]),
-        scale=found["scale"],
-        applied=found["applied"],
-        error=error,
+        step=step, policy=str(start["policy"] if policy is None else policy), is_own_policy=policy is None,
+        losses=tuple(float(x) for x in found["losses"]), grad_norm=float(found["grad_norm"]), scale=found["scale"],
+        applied=found["applied"], error=error, compared=sum(differ is not None for differ in differs),
         first_different=next((first + n for n, differ in enumerate(differs) if differ), None),
-        compared=sum(differ is not None for differ in differs),
         traced=report if isinstance(report, Report) else None,
-    )
+    )  # fmt: skip
