@@ -177,3 +177,19 @@ def test_a_folder_takes_one_training_at_a_time(resume: bool, trained: TrainConfi
     end.set()
     other.join()
     assert run(config).best_step == json.loads((trained.out / "result.json").read_text())["best_step"]
+
+
+def test_a_run_that_is_at_its_end_stays_that_of_its_policy(
+    trained: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(trained.out, tmp_path / "out")
+    again = trained.replace(out=tmp_path / "out", resume=True)
+    before, config = json.loads((trained.out / "result.json").read_text()), (tmp_path / "out" / "config.json")
+    for changed in ({"policy": "fp16"}, {"amp": False}):
+        result = run(again.replace(**changed))
+        assert (result.policy, result.report) == (before["policy"], before["report"])
+        asked = again.replace(**changed).chosen_policy
+        assert f"leaves none for the policy {asked}: the result is that of bf16" in capsys.readouterr().err
+        assert (json.loads(config.read_text())["policy"], json.loads(config.read_text())["amp"]) == ("bf16", True)
+    run(again)
+    assert "was the last" not in capsys.readouterr().err

@@ -76,6 +76,14 @@ def _saved_state(config: TrainConfig, folder: RunFolder, corpus: Corpus) -> dict
     return state
 
 
+def _as_trained(config: TrainConfig, folder: RunFolder, state: dict[str, Any] | None, updates: int) -> TrainConfig:
+    """Return the config of a run with the policy that trained it, if no update is left for another."""
+    with reading(folder.checkpoint):
+        if state is None or state["position"]["step"] < updates:
+            return config
+        return config.replace(**{name: state["config"][name] for name in ("amp", "policy")})
+
+
 def _open_folder(config: TrainConfig, folder: RunFolder, held: ExitStack) -> None:
     with writing(folder.path):
         folder.path.mkdir(parents=True, exist_ok=True)
@@ -121,23 +129,13 @@ def _tested(trainer: Trainer, config: TrainConfig, policy: Policy, corpus: Corpu
     found = evaluate(best, test, batch_size=config.batch_size, world=world)
     by_class, table = report(test.labels, found.predicted, corpus.labels)
     return TrainResult(
-        accuracy=found.accuracy,
-        dev_accuracy=at.best_accuracy if at.best_accuracy >= 0 else None,
-        best_step=at.best_step,
-        seconds=at.seconds,
-        peak_memory_bytes=peak_memory_bytes(world.device),
-        final_loss=at.final_loss,
-        applied_steps=at.step - at.skipped,
-        skipped_steps=at.skipped,
-        policy=str(policy),
-        device=str(world.device),
-        ranks=world.size,
+        accuracy=found.accuracy, dev_accuracy=at.best_accuracy if at.best_accuracy >= 0 else None, best_step=at.best_step,
+        seconds=at.seconds, peak_memory_bytes=peak_memory_bytes(world.device), final_loss=at.final_loss,
+        applied_steps=at.step - at.skipped, skipped_steps=at.skipped,
+        policy=str(policy), device=str(world.device), ranks=world.size, comm=trainer.updater.comm,
         rows={"train": len(corpus.train), "dev": len(corpus.dev), "test": len(corpus.test), **corpus.dropped},
-        comm=trainer.updater.comm,
-        report=by_class,
-        report_text=table,
-        out=folder.path,
-    )
+        report=by_class, report_text=table, out=folder.path,
+    )  # fmt: skip
 
 
 def _restarted(config: TrainConfig, folder: RunFolder, world: DistContext) -> TrainConfig:
@@ -172,7 +170,7 @@ def run(config: TrainConfig) -> TrainResult:
 
 
 def _run(config: TrainConfig, folder: RunFolder, world: DistContext, held: ExitStack) -> TrainResult:
-    policy = config.chosen_policy.resolve(world.device)
+    asked = config.chosen_policy.resolve(world.device)
     config.num_micro_batches(world.size)
     whole = config.of_all_ranks(world.size)
     _check_folder(config, folder)
@@ -182,12 +180,14 @@ def _run(config: TrainConfig, folder: RunFolder, world: DistContext, held: ExitS
             check_installed(f"--tracker {config.tracker}", [config.tracker])
     corpus = load_corpus(config)
     state = _saved_state(config, folder, corpus) if config.resume else None
+    updates = config.epochs * updates_per_epoch(len(corpus.train), whole.batch_size)
+    config = _as_trained(config, folder, state, updates)
+    policy = config.chosen_policy.resolve(world.device)
     torch.manual_seed(config.seed)
     tokenizer = _tokenizer(config, corpus, state)
     model = _model(config, corpus, tokenizer).to(world.device)
     parts = (corpus.train, corpus.dev, corpus.test)
     train, dev, test = (_encoded(rows, corpus, tokenizer, config.max_length) for rows in parts)
-    updates = config.epochs * updates_per_epoch(len(train.labels), whole.batch_size)
     updater = Updater(model, policy, config, updates=updates, world=world)
     identity = {
         "launch": world.launch, "config": config.to_dict(), "labels": list(corpus.labels), "fingerprint": corpus.fingerprint,
@@ -204,6 +204,10 @@ def _run(config: TrainConfig, folder: RunFolder, world: DistContext, held: ExitS
     with progress_bar(done, total, every=config.log_every, is_shown=world.is_first) as progress:
         if world.restarts and state is not None:
             progress.note(f"restart {world.restarts}: going on from update {done}/{total}")
+        if policy != asked:
+            progress.note(
+                f"update {done} was the last, which leaves none for the policy {asked}: the result is that of {policy}"
+            )
         trainer.train(progress, corpus.summary)
     world.wait()  # until the best model is written
     result = _tested(trainer, config, policy, corpus, test)

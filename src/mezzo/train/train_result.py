@@ -86,7 +86,7 @@ class TrainResult:
         final_loss: mean training loss of the last epoch.
         applied_steps: updates that changed the weights.
         skipped_steps: updates left out because gradients held inf or NaN.
-        policy: the policy's text, with what "auto" became on the device.
+        policy: the text of the policy of the last update, with what "auto" became on the device.
         device: where it ran, or the first rank did.
         ranks: how many processes shared the work.
         rows: rows in train, dev and test, and dropped by cleaning.
