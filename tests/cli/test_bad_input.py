@@ -77,7 +77,14 @@ def test_an_empty_path_is_not_the_current_folder(words: str, capsys: pytest.Capt
 
 
 def test_an_old_word_names_the_new_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--parts is now called --micro-batches" in refused(capsys, "train", "--parts", "2")
+    for old, new in (
+        ("parts 2", "micro-batches N"),
+        ("fp16", "policy fp16"),
+        ("bf16=True", "policy bf16"),
+        ("learning_rate 1", "lr RATE"),
+    ):
+        said = refused(capsys, "train", *f"--{old}".split())
+        assert f"--{old.split()[0].partition('=')[0]} is called --{new.split()[0]} here: write --{new}." in said
 
 
 @pytest.mark.parametrize("length", ["-5", "2"])

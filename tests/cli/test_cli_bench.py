@@ -212,3 +212,23 @@ def test_an_unknown_option_is_a_usage_error(capsys: pytest.CaptureFixture[str]) 
         main(["bench", "recipe", "--batchsize", "3"])
     assert caught.value.code == 2
     assert "--batch-size" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_json_of_all_workloads_is_one_document(
+    fails: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(workload: object, plan: Plan, tests: str) -> Result:
+        name = next(name for name in WORKLOADS if isinstance(workload, find_workload(name)))
+        if fails and name == last:
+            raise BenchError("a variant failed")
+        return dataclasses.replace(stored_one(), workload=name)
+
+    *_, last = WORKLOADS
+    monkeypatch.setattr("mezzo.cli.bench.measured", measured)
+    words = ["--device", "cpu", "--quick", "--no-check", "--json", "--out", str(tmp_path)]
+    assert main(["bench", "all", *words]) == 2 * fails
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == [name for name in WORKLOADS if not fails or name != last]
+    assert {name: one["workload"] for name, one in found.items()} == {name: name for name in found}
+    assert found["recipe"] == json.loads(dataclasses.replace(stored_one(), workload="recipe").to_json())

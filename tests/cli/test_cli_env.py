@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
+from contextlib import redirect_stdout
 
 import pytest
 import torch
@@ -47,3 +50,21 @@ def test_page(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bad_options(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_terminal_gets_lines_that_fit_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.openpty()
+    monkeypatch.setenv("COLUMNS", "72")
+    with os.fdopen(reader, encoding="utf-8", newline="") as shown, os.fdopen(writer, "w", encoding="utf-8") as terminal:
+        said: list[str] = []
+        listens = threading.Thread(target=lambda: said.extend(iter(shown.readline, "end\r\n")), daemon=True)
+        listens.start()
+        with redirect_stdout(terminal):
+            assert main(["env", "--device", "cpu", "--budget-s", "0.2"]) == 0
+            print("end", flush=True)
+        listens.join()
+    lines = [line.rstrip() for line in said]
+    assert max(map(len, lines)) <= 72 < sum(map(len, lines))
+    advice = next(i for i, line in enumerate(lines) if line.startswith("- "))
+    assert all(line.startswith(("- ", "  ")) for line in lines[advice:])
+    assert " ".join(" ".join(lines).split()).count("widths") >= 1

@@ -12,7 +12,7 @@ import pytest
 
 from mezzo.cli import main
 from mezzo.policy import PRESETS, Policy
-from mezzo.policy.table import op_table
+from mezzo.policy.table import known_ops, op_table
 
 TEXT = "fp16, *.[n]orm*=fp32, op:cumsum=low, output=bf16"
 
@@ -123,6 +123,10 @@ def test_why_prints_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
     assert answer["precision"] == "fp32, result fp16"
     assert main(["policy", "why", "bf16", "--class-name", "LayerNorm", "encoder.norm"]) == 2
     assert "'encoder.norm' is none. Write the module before the options." in capsys.readouterr().err
+    assert main(["policy", "why", "bf16", "--class-name", "LayerNorm", "head"]) == 2
+    assert "'head' is none. Write the module before the options." in capsys.readouterr().err
+    for classes in (["MyNorm", "LayerNorm"], ["layer_norm"], ["MyNorm", "_Norm"]):
+        assert f"class {classes[0]} on" in run(capsys, "why", "bf16", "--class-name", *classes)
     cuda = json.loads(run(capsys, "why", "fp16", "--op", "softmax", "--device", "cuda", "--json"))
     assert cuda["winner"]["written"] == "torch table, cuda"
 
@@ -139,6 +143,10 @@ def test_diff_tells_a_difference_by_its_exit_code(capsys: pytest.CaptureFixture[
     [
         (["show", "bf61"], "cannot parse policy 'bf61' at position 0: unknown preset 'bf61'. Did you mean 'bf16'?"),
         (["why", "bf16", "x", "--op", "softmx"], "unknown op 'softmx'. Did you mean 'softmax'?"),
+        (
+            ["why", "bf16", "--op", "nosuchop"],
+            f"unknown op 'nosuchop'. None of the {len(known_ops()):,} valid ones is like it.",
+        ),
         (["diff", "bf16", "absent.toml"], "cannot read the policy file 'absent.toml': No such file or directory."),
     ],
 )

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import functools
 import itertools
+import json
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -163,13 +164,15 @@ def tests_of(workload: Workload) -> str:
     return "; ".join(_tested(path) for path in workload.tests)
 
 
-def run_one(options: BenchOptions, plan: Plan, workload: Workload) -> Result:
-    """Measure one workload, print it and save it. Writes: files, standard output."""
+def run_one(options: BenchOptions, plan: Plan, workload: Workload, several: dict[str, Any] | None = None) -> Result:
+    """Measure one workload, print it, or put its JSON into that of `several`, and save it. Writes: files, standard output."""
     open_folder(options.out)
     tests = tests_of(workload) if options.check else "not run: --no-check"
     result = measured(workload, plan, tests)
     try:
-        if options.json:
+        if options.json and several is not None:
+            several[result.workload] = json.loads(result.to_json())
+        elif options.json:
             print(result.to_json(), end="", flush=True)
         else:
             print_result(result)
@@ -186,6 +189,11 @@ def run(argv: Sequence[str]) -> int:
         print(usage("bench WORKLOAD", {name: text for name, (_, text) in WORKLOADS.items()} | _OTHERS) + ".")
         return 0
     name, rest = argv[0], argv[1:]
-    for asked in [parse(one, rest) for one in (WORKLOADS if name == "all" else (name,))]:
-        run_one(*asked)
+    several: dict[str, Any] | None = {} if name == "all" else None
+    try:
+        for asked in [parse(one, rest) for one in (WORKLOADS if name == "all" else (name,))]:
+            run_one(*asked, several)
+    finally:  # what failed loses nothing of what was measured before it
+        if several:
+            print(json.dumps(several, indent=1))
     return 0

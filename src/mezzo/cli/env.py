@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +15,7 @@ from ..bench import DeviceReport, advice, default_device, describe_machine, meas
 from ..errors import ConfigError, plural
 from ..policy import Policy
 from ..report import table_text
+from .main import terminal_width
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,16 +48,17 @@ def _facts(machine: dict[str, Any], auto: Policy) -> list[tuple[str, str]]:
 
 
 def _print(machine: dict[str, Any], report: DeviceReport, auto: Policy) -> None:
-    for name, text in _facts(machine, auto):
-        print(f"{name:<14}{text}")
+    (first, *rest), width = _facts(machine, auto), terminal_width()
+    print(table_text(first, rest, width=width))
     rows = [
         (name, f"{one.flops_per_s / 1e9:.0f}", f"{one.times_fp32:.2f}x", "native" if one.reported else "no", one.reason)
         for name, one in report.formats.items()
     ]
     head = ("format", "GFLOP/s measured", "of fp32", "reported", "read from")
-    print(f"\n{table_text(head, rows, right=(1, 2, 3))}\n")
+    print(f"\n{table_text(head, rows, right=(1, 2, 3), width=width)}\n")
+    fold = textwrap.TextWrapper(width or sys.maxsize, subsequent_indent="  ", break_on_hyphens=False)
     for line in advice(report):
-        print(f"- {line}")
+        print(fold.fill(f"- {line}"))
 
 
 def run(argv: Sequence[str]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -165,6 +166,11 @@ def _ended_by_signals() -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def terminal_width() -> int | None:
+    """Return the columns of the terminal that standard output is; None where it is none, and lines stay whole."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def _refuse(name: str, sentence: str) -> int:

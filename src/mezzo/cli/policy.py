@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -16,6 +14,7 @@ import tyro
 from ..errors import ConfigError
 from ..policy import PRESETS, as_policy, op_table, rules, settings, written
 from ..report import table_text
+from .main import terminal_width
 
 PolicyText = Annotated[str, tyro.conf.arg(metavar="POLICY", help="a policy's text, or the path of a .toml file")]
 ModuleName = Annotated[
@@ -28,7 +27,7 @@ _json_text = partial(json.dumps, indent=2)
 
 def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table; where the output is no terminal a row is one line, whatever its length."""
-    print(table_text(columns, rows, width=shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
+    print(table_text(columns, rows, width=terminal_width()))
 
 
 def show(
@@ -92,7 +91,8 @@ def why(
 
     It also says where the rule is written, and what it overrides.
     """
-    if wrong := [name for name in class_name if not name.isidentifier()]:
+    own = class_name[:1] if module is None else class_name  # of a list that ends in a module, which has no capital
+    if wrong := [name for name in class_name if not name.isidentifier() or (name not in own and name[0].islower())]:
         raise ConfigError(f"--class-name takes classes, and {wrong[0]!r} is none. Write the module before the options.")
     answer = as_policy(policy).why(module, op, device, class_name)
     print(_json_text(asdict(answer)) if as_json else answer)

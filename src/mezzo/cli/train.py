@@ -26,6 +26,14 @@ _ENDS = {128 + signal.SIGINT: "the keyboard", 128 + signal.SIGTERM: "SIGTERM"}
 _OF_NEW_MODELS = ("vocab_size", "layers", "hidden", "heads", "intermediate", "dropout")
 _IDLE = {**dict.fromkeys(_OF_NEW_MODELS, "model"), "dev_share": "dev_data", "test_share": "test_data"}
 """Options that have no effect beside another."""
+_CALLED = {
+    "parts": "micro-batches N", "bf16": "policy bf16", "fp16": "policy fp16", "fp32": "policy fp32", "dtype": "policy TEXT",
+    "precision": "policy TEXT", "mixed-precision": "policy TEXT", "learning-rate": "lr RATE", "num-train-epochs": "epochs N",
+    "output-dir": "out FOLDER", "model-name-or-path": "model MODEL", "max-grad-norm": "max-norm NORM", "warmup-ratio": "warmup SHARE",
+    "lr-scheduler-type": "schedule NAME", "max-seq-length": "max-length N", "train-file": "data FILE", "report-to": "tracker NAME",
+    "per-device-train-batch-size": "batch-size N --per-rank", "resume-from-checkpoint": "resume --out FOLDER",
+}  # fmt: skip
+"""Options by their former names, or by those of other trainers, and what is written here."""
 DESCRIPTION = "Train a BERT text classifier, in mixed precision, and test the best model."
 
 
@@ -92,8 +100,9 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, bool]:
         ConfigError: an option that cannot be honoured.
         SystemExit: an option that does not exist, or --help.
     """
-    if any(word.partition("=")[0] == "--parts" for word in argv):
-        raise ConfigError("--parts is now called --micro-batches: write --micro-batches N.")
+    for option in (word.partition("=")[0] for word in argv if word.startswith("--")):
+        if called := _CALLED.get(option[2:].replace("_", "-")):
+            raise ConfigError(f"{option} is called --{called.split()[0]} here: write --{called}.")
     resumed = _resumed_folder(argv)
     default = TrainConfig()
     if resumed is not None and RunFolder(path=resumed).config.exists():
