@@ -47,15 +47,9 @@ class Format:
 def _from_finfo(name: str, dtype: torch.dtype, exponent_bits: int, mantissa_bits: int) -> Format:
     info = torch.finfo(dtype)
     return Format(
-        name=name,
-        dtype=dtype,
-        exponent_bits=exponent_bits,
-        mantissa_bits=mantissa_bits,
-        max=info.max,
-        tiny=info.tiny,
-        smallest=info.tiny * 2.0**-mantissa_bits,
-        eps=info.eps,
-    )
+        name=name, dtype=dtype, exponent_bits=exponent_bits, mantissa_bits=mantissa_bits, max=info.max,
+        tiny=info.tiny, smallest=info.tiny * 2.0**-mantissa_bits, eps=info.eps,
+    )  # fmt: skip
 
 
 # Source of tf32: NVIDIA A100 architecture whitepaper: 8 exponent bits, 10 fraction bits, stored in 32.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -57,3 +59,15 @@ def test_words_of_the_ranks_travel_on_the_device_of_the_model(
     with FakeTensorMode():
         there = Group(home=home and torch.device(home)).to_device(torch.zeros(2))
     assert there.device == torch.device(expected)
+
+
+@pytest.mark.parametrize("name", [*COLLECTIVES, "broadcast"])
+def test_what_was_sent_is_freed_by_the_thread_that_sent_it(name: str, group: Group) -> None:
+    """One of gloo's needs the interpreter for it, and aborts a program that ends just then."""
+    threads: set[int] = set()
+    for _ in range(200):
+        tensor = torch.ones(4)
+        weakref.finalize(tensor, lambda: threads.add(threading.get_ident()))
+        COLLECTIVES.get(name, Group.broadcast_)(group, tensor)
+        del tensor
+    assert threads == {threading.get_ident()}

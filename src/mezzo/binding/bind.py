@@ -143,16 +143,9 @@ def _bind_one(module: nn.Module, binding: Binding, own: Precision, around: Preci
     traced_key = binding.region_key if is_as_written else ""
     traced = (traced_key, own if is_as_written else None)
     module.__dict__[RECORD] = Bound(
-        binding=binding,
-        own=own,
-        around=around,
-        is_root=is_root,
-        inner=inner,
-        attends=attends,
-        stays=isinstance(inner, _Own) or inner in CALL_FORWARD,
-        is_regular=is_regular,
-        traced_key=traced_key,
-    )
+        binding=binding, own=own, around=around, is_root=is_root, inner=inner, attends=attends,
+        stays=isinstance(inner, _Own) or inner in CALL_FORWARD, is_regular=is_regular, traced_key=traced_key,
+    )  # fmt: skip
     if is_parametrized(module):  # a class of its own, which remove_parametrizations takes away from above its base
         base, *others = cls.__bases__
         cls.__bases__ = (bound_class(getattr(base, "_mezzo_class", base), *traced), *others)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,6 +22,10 @@ TIMEOUT = timedelta(minutes=5)
 
 _GRACE = timedelta(seconds=10)
 """How long a roll call waits for ranks that notice a loss later than others."""
+
+# gloo's threads let go of a transfer after they told of its end. Who lets go last frees its tensors, for which a thread
+# needs the interpreter, and aborts a program that ends just then. So the last small ones are held here.
+_KEPT, _SMALL = 8, 1 << 16
 
 # gloo raises plain RuntimeErrors, so their text must tell them from errors of the model.
 _LOSS_MARKS = (
@@ -71,6 +76,7 @@ class Group:
         self._home = home if home is not None else self.handle.bound_device_id
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(self.handle))
         self._devices = [kind.split(":")[0] for kind in dist.get_backend_config(self.handle).split(",")]
+        self._ended: deque[dist.Work] = deque(maxlen=_KEPT)
 
     @property
     def size(self) -> int:
@@ -177,6 +183,8 @@ class Group:
         assert work is not None  # it is None outside the group only
         if tensor.device.type == "cpu":
             work.wait(self.timeout)
+            if tensor.nbytes <= _SMALL:  # as the last of a program is
+                self._ended.append(work)
         else:
             work.wait()  # the stream waits; with a time limit NCCL would have the host wait
 
