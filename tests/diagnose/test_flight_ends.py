@@ -21,6 +21,7 @@ from tests.diagnose.test_flight import Batch, batches, build, loss_fn, train
 from torch import Tensor, nn
 
 import mezzo
+from mezzo.cli.main import main
 from mezzo.errors import DataError
 
 
@@ -179,3 +180,13 @@ def test_a_recorder_and_a_watch_of_one_run_leave_each_other_at_work(
     counts = {id(m): m.step if isinstance(m, mezzo.diagnose.Recorder) else len(m.report.steps) for m in made}
     assert (counts[id(gone)], counts[id(stays)]) == (1, 2)
     assert not vars(amp).keys() & {"step", "backward"} or first_closed == "outer"
+
+
+def test_a_replay_is_folded_to_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path, batches(2))
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["replay", str(tmp_path), "--step", "1", "--model", f"{test_flight.__file__}:build", "--trace"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert max(map(len, said)) <= 60 and sum(line.startswith("mezzo ") for line in said) == 2

@@ -104,15 +104,19 @@ def _tell_end(run: ScriptRun) -> None:
         print(f"mezzo doctor: the script was ended {run.stopped}.", file=sys.stderr)
 
 
+def screen_text(report: Report, *, full: bool = False) -> str:
+    """Return a report as standard output takes it: in colour where it is a terminal that wants it, folded to its width."""
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    return render_text(report.document(), width=shutil.get_terminal_size((100, 0)).columns, colour=colour, full=full)
+
+
 def _print(report: Report, options: argparse.Namespace) -> None:
     if options.json:
         print(report.to_json())
     else:
-        width, document = shutil.get_terminal_size((100, 0)).columns, report.document()
-        colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        text = render_text(document, width=width, colour=colour, full=options.full)
+        text = screen_text(report, full=options.full)
         print(text)
-        if not options.full and text != render_text(document, width=width, colour=colour, full=True):
+        if not options.full and text != screen_text(report, full=True):
             where = "" if options.script is None else ", before the script"
             print(f"\nMore with --full, or on a page with --html FILE{where}.")
     if options.html is not None:

@@ -9,6 +9,7 @@ from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
 from ..diagnose import named_function, replay, segment_of, trace
+from .doctor import screen_text
 
 SAME, DIFFERENT, BAD_INPUT = 0, 1, 2
 
@@ -39,5 +40,5 @@ def run(argv: Sequence[str]) -> int:
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
         build, around = named_function(options.model), trace if options.trace else nullcontext
         found = replay(options.folder, options.step, build, policy=options.policy, around=around)
-    print(found.to_json() if options.json else "\n".join(map(str, filter(None, (found, found.traced)))))
+    print(found.to_json() if options.json else "\n".join(map(screen_text, filter(None, (found, found.traced)))))
     return SAME if found.is_healthy else DIFFERENT
