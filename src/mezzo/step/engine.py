@@ -256,7 +256,8 @@ class Engine:
         by_host = bool(self.callbacks) or not by_device
         skipped = flags.skipped if flags.is_known else result.flags().skipped if by_host else None
         self.settle_buffers(flags, skipped)
-        before = looked(lambda: look(grads, self.names), self.num_steps + 1) if self._is_due and not self.is_captured else None
+        is_due = self._is_due and not self.is_captured
+        before = looked(lambda: look(grads, self.names), self.num_steps + 1) if is_due else None
         if before is not None and self.consensus is not None and self.consensus.has_parts:
             before.raw_square = None  # the norm of the step is that of all ranks
         pending, self.is_stepping = self.gradients.pending, True

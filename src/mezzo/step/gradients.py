@@ -240,10 +240,7 @@ class Gradients:
             raise
         if any([p.grad is not None for p in self._others]):
             self._model.zero_grad(set_to_none)
-        last, self._pending = (
-            self._pending or self._closed,
-            None,
-        )  # what `grad` found stays: a penalty may be made of it
+        last, self._pending = self._pending or self._closed, None  # what `grad` found stays for a penalty
         self._leftovers.drop(last)
         self._versions.note_zeros(self.parameters())
 

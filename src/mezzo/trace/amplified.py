@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..formats import LOW_DTYPES, dtype_name
-from .measure import amax
+from .measure import amax, is_finite
 from .ops import Call, is_product, plain
 from .records import Lint, Site
 from .wide_values import StorageNotes, WideValues, forget_results, run_in_fp32
