@@ -92,3 +92,44 @@ def test_a_new_one_that_calls_torchs_is_run_around_attention(monkeypatch: pytest
 
     monkeypatch.setattr(nn.MultiheadAttention, "forward", counted)
     assert torch.equal(model(x, x, x)[0], want) and calls == [3] and want.dtype is F.relu(x).dtype
+
+
+class Halves(nn.Module):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x / 2
+
+
+class OfClass(nn.Module):
+    divisor = 2
+
+    @classmethod
+    def forward(cls, x: Tensor) -> Tensor:
+        return x / cls.divisor
+
+
+class Frozen(nn.Module):
+    """Nothing is assigned to it any more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.divisor, self.is_frozen = 2, True
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if vars(self).get("is_frozen"):
+            raise AttributeError(name)
+        super().__setattr__(name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / self.divisor
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16, ops=mezzo", "bf16, module:1=fp32"])
+@pytest.mark.parametrize("kind", [Halves, OfClass, Frozen])
+def test_a_forward_without_self_and_a_module_that_takes_no_attributes(kind: type[nn.Module], policy: str) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), kind()), torch.randn(2, 4)
+    amp = mezzo.prepare(model, None, policy)
+    for one in (model, torch.compile(model, backend="eager")):
+        assert torch.equal(one(x), model[0](x).float() / 2)
+    amp.release()
+    assert type(model[1]) is kind and torch.equal(model(x), model[0](x) / 2)

@@ -155,7 +155,7 @@ def _bind_one(module: nn.Module, binding: Binding, own: Precision, around: Preci
             for base in cls.__bases__
         )
     else:
-        module.__class__ = bound_class(class_of(module), *traced)
+        object.__setattr__(module, "__class__", bound_class(class_of(module), *traced))  # whatever its own refuses
 
 
 def _is_innermost_attention(module: nn.Module) -> bool:
@@ -222,7 +222,7 @@ def remember(model: nn.Module) -> Callable[[], None]:
             for name in [name for name, child in children.items() if own_modules(module)[name] is not child]:
                 own_modules(module)[name] = children[name]
             if type(module) is not cls:
-                module.__class__ = cls
+                object.__setattr__(module, "__class__", cls)
             if cls.__bases__ != bases:
                 cls.__bases__ = bases
             for key in _WRITTEN:
@@ -243,7 +243,7 @@ def unbind(model: nn.Module) -> None:
         if isinstance(bound.inner, _Own):
             module.__dict__["forward"] = bound.inner.forward
         if "_mezzo_class" in vars(cls):
-            module.__class__ = vars(cls)["_mezzo_class"]
+            object.__setattr__(module, "__class__", vars(cls)["_mezzo_class"])
         else:
             cls.__bases__ = tuple(vars(base).get("_mezzo_class", base) for base in cls.__bases__)
 

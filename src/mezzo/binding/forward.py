@@ -41,6 +41,7 @@ from ..casting import (
 )
 from ..kernels import is_emulated
 from ..policy import FP32_RULES, CacheName, Policy
+from .hand_written import takes_module
 from .module_rules import Precision, cast_nest, has_module_rules, in_steps, run_ruled, when_traced, without_module_rules
 from .module_weights import ParameterEntry, WideTensors, first_entry, largest_matrix
 from .refusals import REFUSALS, keeps_gradients, leaves_dtypes, refuse_symbolic_trace
@@ -137,8 +138,7 @@ class Binding:
 
     def by_mode(self) -> AbstractContextManager[object]:
         """Return a region that casts as the one around it, but sees each op and keeps the casts of weights; none where casting is off."""
-        low = self.low_dtype()
-        return nullcontext() if low is None else self._kept_region(low, "persistent")
+        return nullcontext() if (low := self.low_dtype()) is None else self._kept_region(low, "persistent")
 
     def follow(self, first: nn.Parameter | None) -> None:
         """Notice by its first parameter that the model was moved to another device since it was bound."""
@@ -337,7 +337,7 @@ def bound_class(original: type[nn.Module], traced_key: str, rule: Precision) -> 
 
     In regions of `traced_key` a compiler traces the forward with its rule, and guards on the class alone: see `Bound`.
     """
-    written: Callable[..., Any] = original.forward
+    written: Callable[..., Any] = (taken := takes_module(original)).forward
     run_in_one_graph: Forward = dynamo_count_apart(lambda run, *args: run(*args))
 
     @dynamo_skip_alone
@@ -346,13 +346,13 @@ def bound_class(original: type[nn.Module], traced_key: str, rule: Precision) -> 
         here = _here.plain
         if is_dynamo_compiling() and here is not None and here.region_key == traced_key:
             if rule is None:
-                return original.forward(self, *args, **kwargs)
-            return run_ruled(here, rule, self, original.forward, args, kwargs, traced=False)
+                return taken.forward(self, *args, **kwargs)
+            return run_ruled(here, rule, self, taken.forward, args, kwargs, traced=False)
         bound: Bound | None = self._mezzo_bound  # type: ignore[assignment]  # read from `__dict__` it is three guards more
         if bound is None:
-            return original.forward(self, *args, **kwargs)
+            return taken.forward(self, *args, **kwargs)
         is_inside = here is bound.binding and (is_dynamo_compiling() or functorch_level() is None)
-        own_forward = bound.inner if bound.inner and (bound.stays or original.forward is written) else original.forward
+        own_forward = bound.inner if bound.inner and (bound.stays or taken.forward is written) else taken.forward
         if is_inside and bound.is_regular:
             return own_forward(self, *args, **kwargs)
         run = _run_inside if is_inside else _run

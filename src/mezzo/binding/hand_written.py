@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,6 +30,13 @@ def torchs_forward(kind: type[nn.Module]) -> Any:
     """Return the forward that torch wrote for one of its classes; None where another one was put in its place. Host only."""
     is_torchs = getattr(kind.forward, "__globals__", {}).get("__name__") == kind.__module__
     return kind.forward if is_torchs else None
+
+
+def takes_module(kind: type[nn.Module]) -> Any:
+    """Return what has a class's forward as a function that takes the module first: the class, but for static and class methods. Host only."""
+    if not isinstance(inspect.getattr_static(kind, "forward", None), staticmethod | classmethod):
+        return kind
+    return SimpleNamespace(forward=lambda module, *args, **kwargs: kind.forward(*args, **kwargs))
 
 
 def hand_written_gelu(module: nn.Module) -> Callable[..., Any] | None:

@@ -47,7 +47,7 @@ def remember_attributes(model: nn.Module, optimizers: Sequence[Optimizer]) -> Ca
     def put_back() -> None:
         for one, kind, attributes in were:
             if type(one) is not kind:
-                one.__class__ = kind
+                object.__setattr__(one, "__class__", kind)
             vars(one).clear()
             vars(one).update(attributes)
         for held, content in contents:
