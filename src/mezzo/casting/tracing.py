@@ -95,25 +95,18 @@ def _undo_in_graph(*switch: Any) -> None:
     if not torch.compiler.is_exporting():  # whose graph is run without the torch.autocast around
         _undo[-1]()
     elif (kept := _kept[switch[0]].pop()) is not None:
-        add_graph_node(_SwitchBefore.drop, kept)
+        add_graph_node(id, kept)  # which lives until here
 
 
 class _SwitchBefore:
-    """The switches of a device before a region, put back where the exporter, who runs the graph that it has traced, fails inside of it.
-
-    That is when nobody holds the error any more; a region that somebody is in by then puts back what it found.
-    """
+    """The switches of a device before a region, put back where the exporter, who runs what it has traced, fails inside: once nobody holds the error."""
 
     def __init__(self, device: str) -> None:
         self._switch = device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         self._nesting = _nesting()
 
-    def drop(self) -> None:
-        """Take note that the region was left."""
-        self._nesting = -1
-
     def __del__(self) -> None:
-        if self._nesting == _nesting():
+        if self._nesting == _nesting():  # a region that somebody is in by then puts back what it found
             device, enabled, dtype = self._switch
             torch.set_autocast_enabled(device, enabled)
             torch.set_autocast_dtype(device, dtype)

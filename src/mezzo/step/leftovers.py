@@ -21,10 +21,6 @@ from ..optim import wrapped_optimizer
 from ..stamp import Stamp
 from .grad_passes import has_own_zero_grad, multiply_
 
-_KEEPS_NONE = (
-    "Drop them between step() and the next backward(loss), or write a policy without loss scale, as policy='bf16'."
-)
-
 
 class Leftovers:
     """Tells gradients that wait for the step of their optimizer from those that a step has used up.
@@ -50,21 +46,13 @@ class Leftovers:
         self.pending: AccumulationState | None = None
 
     def drop(self, last: AccumulationState | None) -> None:
-        """Take note that every gradient of the last step was dropped, or set to zero, by the `zero_grad` of its optimizer.
-
-        Raises:
-            StepError: one of the caller's own kept some, and the next loss may carry another loss scale.
-
-        Syncs: where one of the caller's own left gradients under a loss scale.
-        """
+        """Do as `forget` where optimizers dropped the gradients; a StepError where a `zero_grad` of the caller's own kept some under a loss scale. Syncs: there."""
         self.forget()
-        for one in self._optimizers if last is not None and last.scale is not None else ():
-            left = parameters(one) if has_own_zero_grad(wrapped_optimizer(one)) else []
-            if kept := [p for p in left if p.grad is not None and not is_zero(p)]:
-                raise StepError(
-                    f"zero_grad() of {type(wrapped_optimizer(one)).__name__} kept the gradients of {self._listed(kept)}, and what the next "
-                    f"backward(loss) adds to them carries the loss scale, which they may not. {_KEEPS_NONE}"
-                )
+        if last is not None and last.scale is not None:
+            own = [one for one in self._optimizers if has_own_zero_grad(wrapped_optimizer(one))]
+            self._refuse_kept(
+                [p for one in own for p in parameters(one)], "kept by a zero_grad() of the optimizer's own"
+            )
 
     def close(self, stepped: Sequence[Optimizer], pending: AccumulationState) -> None:
         """Take note of a step that some optimizers took or skipped; the gradients of the others carry its scale. Syncs: no."""
@@ -112,15 +100,8 @@ class Leftovers:
                 f"{self._listed(foreign)} have gradients that amp.backward did not make, so they carry no loss scale. "
                 "Write amp.backward(loss) for every loss.backward(), and amp.zero_grad() to drop what is there."
             )
-        if (
-            pending.scale is not None
-            and host_decides(pending.device)
-            and (kept := [p for p in written if not is_zero(p)])
-        ):
-            raise StepError(
-                f"{self._listed(kept)} have gradients that were written since the last step, and not to 0: they carry no loss scale, or another than "
-                f"this loss. {_KEEPS_NONE}"
-            )
+        if pending.scale is not None and host_decides(pending.device):
+            self._refuse_kept(written, "written since the last step, and not to 0")
         pending.stale = stale
         grads = [p.grad for p in self._waiting if p.grad is not None]
         scale = None if self.pending is None else self.pending.scale
@@ -136,6 +117,13 @@ class Leftovers:
                 f"step() would apply what the last step left in the gradients of {self._listed(stale)} once more. Call zero_grad() of "
                 "their optimizer before the backward(loss) of its step, or write amp.step(optimizer=...) for the one whose "
                 "step this is."
+            )
+
+    def _refuse_kept(self, params: Iterable[Tensor], how: str) -> None:
+        if kept := [p for p in params if p.grad is not None and not is_zero(p)]:
+            raise StepError(
+                f"{self._listed(kept)} have gradients that were {how}: they carry no loss scale, or another than the next loss. Drop them "
+                "between step() and the next backward(loss), or write a policy without loss scale, as policy='bf16'."
             )
 
     def _listed(self, params: Iterable[Tensor]) -> str:
