@@ -225,6 +225,16 @@ def test_a_weight_whose_memory_something_else_shows(show: Callable[[Tensor], Ten
     train(mezzo.prepare(cloned, adamw(cloned), "bf16-master"))
 
 
+def test_a_weight_whose_elements_share_memory() -> None:
+    """As torch trains them, those of one diagonal stay equal."""
+    model = nn.Linear(4, 4, bias=False)
+    model.weight = nn.Parameter(torch.randn(7).as_strided((4, 4), (1, 1)))
+    told = "weight lies in the memory of its own other elements"
+    refused(lambda: mezzo.prepare(model, adamw(model), "bf16-master"), PolicyError, told, "keep weights in fp32")
+    mezzo.prepare(model, None, "bf16-master")
+    assert model.weight.dtype is torch.bfloat16
+
+
 def test_losses_in_something_else() -> None:
     model = net()
     amp = mezzo.prepare(model, adamw(model), "bf16")

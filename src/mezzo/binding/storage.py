@@ -207,7 +207,14 @@ def _check_apart(model: nn.Module, changed: Mapping[str, Tensor], policy: Policy
             f"in {dtype_name(policy.params)}, where the others do not see them move. Write model.share_memory() after mezzo.prepare, in "
             "the process that starts the others, or keep weights in fp32 (params=fp32)."
         )
-    for last, name in overlaps((*span_of(tensor), name) for name, tensor in plain):
+    spans = [(*span_of(tensor), name) for name, tensor in plain]
+    trained = {name for name, p in plain if is_trained and p.requires_grad}
+    itself = [
+        ("its own other elements", n)
+        for (a, b, n), (_, p) in zip(spans, plain, strict=True)
+        if n in trained and b - a < p.nbytes
+    ]
+    for last, name in (*itself, *overlaps(spans)):
         if name in changed or last in changed:
             raise PolicyError(
                 f"{name} lies in the memory of {last}, and policy={policy!s} would store {name if name in changed else last} anew in "
