@@ -217,9 +217,9 @@ class TestWhen:
         index = [0]
         honest = engine.look
 
-        def look(shares: Any) -> Any:
+        def look(*given: Any) -> Any:
             found.append(index[0])
-            return honest(shares)
+            return honest(*given)
 
         monkeypatch.setattr(engine, "look", look)
         for index[0] in range(1, steps + 1):
