@@ -67,6 +67,9 @@ def test_steps_are_limited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     run = trace_script(script(tmp_path, LOOP), ["1.0"], steps=2)
     assert run.stopped == "after 2 steps"
     assert capsys.readouterr().out == "step 0\nstep 1\n"
+    record = run.report.record
+    assert (record.steps, record.forwards, record.backwards) == (2, 2, 2)
+    assert run.report.document().title.startswith("mezzo trace of Sequential: 2 steps, ")
 
 
 def test_the_script_has_its_own_command_line_and_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,7 +66,7 @@ class Trace:
         self._pending = PendingOutputs()
         self._flushed: dict[tuple[int, str], FlushedGradient] = {}
         self._contexts = ExitStack()
-        self._was_loss_seen = False
+        self._was_loss_seen, self._has_begun = False, True
         self._forwards = self._inferences = self._backwards = self._updates = 0
         self._ended = ""
         self._idle = IdleSteps()
@@ -138,7 +138,7 @@ class Trace:
             ended=self._ended,
             elsewhere=tuple(sorted(self._context.modules.elsewhere)),
             unreached=tuple((name, self._collector.detached.line_of(key)) for key, name in unreached),
-            steps=self._context.step + 1,
+            steps=self._context.step + self._has_begun,
             rank=self._context.rank,
             torch=torch.__version__,
         )
@@ -186,6 +186,7 @@ class Trace:
 
     def _on_root(self, module: nn.Module) -> None:
         if autograd_node() is None:
+            self._has_begun = False  # if the program is ended here
             self._leave_raised_steps()
             self._settle_step()
             self._was_loss_seen = False
@@ -194,10 +195,11 @@ class Trace:
             if id(module) in self._roots_since_backward:
                 self._collector.settle_reads()
             self._roots_since_backward.add(id(module))
+            if self._tell_step is not None:
+                self._tell_step(self._context.step)
+            self._has_begun = True
             self._forwards += torch.is_grad_enabled()
             self._inferences += not torch.is_grad_enabled()
-        if self._tell_step is not None and autograd_node() is None:
-            self._tell_step(self._context.step)
         with self._collector.aside():
             site, reference = self._context.site("call"), self._collector.reference
             self._collector.lints.model(module, site, _in_region(module), reference)
