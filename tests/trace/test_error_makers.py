@@ -7,6 +7,7 @@ import torch
 from tests.trace.test_amplified import FP32, Losses, low, named, traced
 from torch import Tensor, nn
 
+import mezzo.diagnose as diagnose
 from mezzo.trace import explain_lint
 
 
@@ -47,3 +48,22 @@ def test_a_sum_that_is_named_is_named_once() -> None:
     assert [(x.rule, x.site.op) for x in traced(behind_a_reciprocal).record.lints] == [
         ("half-accumulator", "index_add")
     ]
+
+
+@pytest.mark.parametrize("is_flushed", [True, False])
+def test_a_zero_that_16_bit_made_is_underflow_though_its_gradient_overflowed_before(is_flushed: bool) -> None:
+    """A root of flushed squares, under a loss whose gradient fp16 does not hold either."""
+    torch.manual_seed(0)
+    x = ((torch.rand(8, 4) + 1) * (1e-5 if is_flushed else 0)).requires_grad_()
+    with diagnose.trace(None) as t:
+        norm = x.half().square().sum(1).sqrt()
+        (norm.float() * 1e6 - 1).square().mean().mul(1024.0).backward()
+    found = next(f for f in t.report.findings if f.op == "sqrt")
+    assert (found.verdict, found.phase) == ("underflow" if is_flushed else "singularity", "backward")
+
+
+def test_squares_that_overflowed_reach_no_number() -> None:
+    with torch.no_grad(), diagnose.trace(None) as t:
+        torch.tensor([300.0]).half().square()
+    [lint] = t.report.record.lints
+    assert explain_lint(lint).why == "squares reach more than the 65504 that fp16 holds."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -58,7 +59,7 @@ _TEXTS: dict[str, Callable[[Lint], tuple[str, str]]] = {
     ),
     "constant-lost": _constant,
     "squares-near-overflow": lambda x: (
-        f"squares reach {number(x.value)} of the {number(format_of(parse_dtype(x.dtype)).max)} that {x.dtype} holds.",
+        f"squares reach {number(x.value) + ' of' if x.value < math.inf else 'more than'} the {number(format_of(parse_dtype(x.dtype)).max)} that {x.dtype} holds.",
         "square in fp32 (x.float().square()), or scale x down first.",
     ),
     "log-of-one-plus": lambda x: (

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._torch import tree_map
 from ..formats import LOW_DTYPES, dtype_name, format_of, widened
-from .measure import amax, is_finite, numbers, rerun_wide
+from .measure import amax, is_finite, numbers, rerun_wide, sanitised
 from .ops import CASTS, FACTORS, Call, is_product
 from .records import Flush, Site, Wide
 from .wide_values import StorageNotes, Widening, WideValues, forget_results, is_repaired, run_in_fp32
@@ -279,14 +279,15 @@ class ReferencePath:
         return found[0][1] if found else None
 
     def _run_tape(self) -> list[Tensor] | None:
-        """Run the ops of one autograd node again on fp32 values of the forward; None where none of them has any."""
+        """Run the ops of one autograd node again on fp32 values of the forward, and 1 for what came in bad; None where none of them has any."""
         values: dict[int, Tensor] = {}
         is_known, wide = False, None
         for call in self._tape:
             known = {id(t): v for _, t in call.inputs if (v := values.get(id(call.original(t)))) is not None}
             forward = {k: v for k, v in self._wide.known(call).items() if k not in known}
             is_known = is_known or bool(forward)
-            wide = run_in_fp32(call, {**forward, **known})
+            bad = {id(t): sanitised(t) for _, t in call.inputs if not is_finite(t)}
+            wide = run_in_fp32(call, {**bad, **forward, **known})
             if wide is None:
                 return None
             values |= {id(tensor): value for tensor, value in zip(call.out, wide, strict=True)}
