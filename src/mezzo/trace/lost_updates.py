@@ -40,7 +40,7 @@ class UpdateWatch:
     """
 
     def __init__(self) -> None:
-        self._lost: dict[tuple[object, ...], LostUpdate] = {}
+        self.lost: dict[tuple[object, ...], LostUpdate] = {}
         self.is_own = ""
         self._by_hand: StorageNotes[tuple[int, int]] = StorageNotes()
         self._chains: StorageNotes[tuple[object, int]] = StorageNotes()
@@ -133,13 +133,8 @@ class UpdateWatch:
             times = row_after(times, counts) if is_kept else 0
             self._by_hand.note(tensor, (times, version(tensor)))
             if times > (1 if tensor.numel() > 1 else STEPS):
-                self.add(
-                    called.rpartition(" ")[2] or f"a tensor of {tuple(tensor.shape)}",
-                    tensor,
-                    "the program",
-                    counts,
-                    site,
-                )
+                called = called.rpartition(" ")[2] or f"a tensor of {tuple(tensor.shape)}"
+                self.add(called, tensor, "the program", counts, site)
 
     def _see_chain(self, call: Call, site: Site) -> None:
         """Take in an op of a forward: a line that adds to a state again and again, as steps of an ODE, and does not move it."""
@@ -181,18 +176,12 @@ class UpdateWatch:
     def add(self, name: str, tensor: Tensor, optimizer: str, counts: tuple[int, int], site: Site) -> None:
         """Note a lost update: how many elements it meant to change, and how many of them it left; alike ones of a step as one. Host only."""
         key = name, optimizer, site.frame, site.op, site.step
-        old, (intended, lost) = self._lost.get(key), counts
-        if old is not None:
+        intended, lost = counts
+        if (old := self.lost.get(key)) is not None:
             site, intended, lost = old.site, old.intended + intended, old.lost + lost
         dtype = dtype_name(tensor.dtype)
-        self._lost[key] = LostUpdate(
-            name=name, dtype=dtype, optimizer=optimizer, intended=intended, lost=lost, site=site
-        )
-
-    @property
-    def lost(self) -> tuple[LostUpdate, ...]:
-        """What was lost, in the order in which it came first."""
-        return tuple(self._lost.values())
+        update = LostUpdate(name=name, dtype=dtype, optimizer=optimizer, intended=intended, lost=lost, site=site)
+        self.lost[key] = update
 
 
 def _counts(meant: Tensor, now: Tensor, before: Tensor) -> tuple[int, int]:

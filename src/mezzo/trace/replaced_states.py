@@ -10,16 +10,7 @@ from torch import Tensor
 
 from ..formats import LOW_DTYPES
 from .frames import Owner, caller
-from .lost_updates import (
-    ADDITIONS,
-    ELEMENTWISE,
-    FACTORS,
-    STEPS,
-    UpdateWatch,
-    counts_kept_whole,
-    enlarged,
-    row_after,
-)
+from .lost_updates import ADDITIONS, ELEMENTWISE, FACTORS, STEPS, UpdateWatch, counts_kept_whole, enlarged, row_after
 from .ops import Call
 from .records import Site
 from .wide_values import StorageNotes, run_in_fp32

@@ -124,7 +124,7 @@ class Trace:
             events=tuple(self._collector.events),
             sinks=tuple(self._collector.sinks),
             sizes=tuple(self._sizes),
-            lost=self._collector.updates.lost,
+            lost=tuple(self._collector.updates.lost.values()),
             lints=self._collector.lints.records(has_flushed=has_flushed),
             lines=self._collector.lines.records(),
             ops=self._collector.ops,
