@@ -190,3 +190,12 @@ def test_a_replay_is_folded_to_the_terminal(
     assert main(["replay", str(tmp_path), "--step", "1", "--model", f"{test_flight.__file__}:build", "--trace"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert max(map(len, said)) <= 60 and sum(line.startswith("mezzo ") for line in said) == 2
+
+
+def test_a_replay_under_another_policy_tells_the_caller_nothing_of_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(tmp_path, batches(3), policy="bf16-master")
+    whole = [mezzo.replay(tmp_path, 2, build, policy=policy).losses for policy in ("bf16", "fp32", "bf16-master")]
+    assert "under another policy" not in caplog.text
+    assert whole[0] == pytest.approx(whole[1], rel=2**-6) and whole[2] == pytest.approx(whole[1], rel=2**-6)

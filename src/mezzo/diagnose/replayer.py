@@ -218,7 +218,7 @@ def replay(
         differs = [run.differs(before, run.take(before)[0]) for before in range(first, step)]
         if policy is not None:
             state, run = run.amp.state_dict(), _Run(_built(build), policy, kept)
-            run.amp.load_state_dict(state)
+            run.amp.load_state_dict(state | {"policy": run.amp.policy.to_dict()})  # logs no change that was asked for
         with around(run.amp.model) as watched:
             found, error = run.take(step)
         report = getattr(watched, "report", None)
