@@ -137,8 +137,9 @@ if child:
     sys.exit(os.waitpid(child, 0)[1])
 """
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, timeout=60, check=False
-    )
+        [sys.executable, "-W", "ignore:This process:DeprecationWarning", "-c", code, str(tmp_path / "run")],
+        capture_output=True, timeout=60, check=False,
+    )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, b"")
     assert (tmp_path / "run" / "00000001" / "start.pt").is_file()
 

@@ -10,6 +10,7 @@ from tests.bench.script import load_script
 
 pytest.importorskip("triton", reason="triton, an optional import, is not installed")
 
+pytestmark = pytest.mark.filterwarnings("ignore:AnnAssign:DeprecationWarning")  # of Triton 3.8 on Python 3.13
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 MOST_REGISTERS = 64
 """Of a thread, on NVIDIA: 1024 threads a multiprocessor, half of what it has room for."""

@@ -83,3 +83,9 @@ def test_what_a_caller_keeps_of_its_variables_stays_its() -> None:
     mine = locals()
     mezzo.prepare(model, adamw(model), "bf16-master")
     assert mine["model"] is model
+
+
+def test_a_comprehension_that_shares_its_variable_may_prepare() -> None:
+    made = {policy: mezzo.prepare(model := net(), adamw(model), policy) for policy in ("bf16-master", "fp16")}
+    read = {policy: tuple(policy for _ in range(2)) for policy in made}  # Python 3.13.0 crashed at what is read in here
+    assert [*read.values()] == [(policy, policy) for policy in made]

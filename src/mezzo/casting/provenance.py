@@ -10,9 +10,10 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
+from inspect import CO_OPTIMIZED
 from traceback import walk_stack
 from types import FrameType, ModuleType, TracebackType
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -212,11 +213,27 @@ def traceback_message(error: BaseException, traceback: TracebackType | None, *, 
         calling = _calling(frames)
         ops = [_op_at(frame, instruction) for frame, _, instruction in frames[len(calling) - 1 :]]
         op = next((op for op in ops[::-1] if op in known_ops()), ops[0])
-        fix = _fix(error, op, calling[-1][0].f_locals.values(), casts=casts)
+        fix = _fix(error, op, variables_of(calling[-1][0]).values(), casts=casts)
         name = "NAME" if path is None or path.startswith(_ROOT) else path.partition(" ")[0]
         return _sentence(error, calling, where, fix.replace("module:NAME", f"module:{name}"))
     inside = next((i for i, (f, _, _) in enumerate(frames) if _DISTRIBUTIONS in f.f_code.co_filename), None)
     return _sentence(error, _calling(frames[:inside]), where, fix)
+
+
+def variables_of(frame: FrameType) -> dict[str, Any]:
+    """Return the variables of a running function, whose frame is left without the copy that `f_locals` keeps in it before Python 3.13: it outlives `del`.
+
+    Python 3.13.0 and 3.13.1 crash (gh-128396) at one of a comprehension that a function inside of it reads too: what such functions read is left out there.
+    """
+    kept, code = frame.f_locals, frame.f_code
+    if (3, 13) <= sys.version_info < (3, 13, 2) and code.co_flags & CO_OPTIMIZED:
+        names = {*code.co_varnames, *code.co_freevars} - {*code.co_cellvars}
+        return {name: kept[name] for name in names if name in kept}
+    found = dict(kept)
+    is_copy = sys.version_info < (3, 13) and code.co_flags & CO_OPTIMIZED
+    if is_copy and sys.getrefcount(kept) == 3:  # else it is another's too
+        kept.clear()
+    return found
 
 
 def backward_message(error: BaseException) -> str | None:
@@ -224,7 +241,7 @@ def backward_message(error: BaseException) -> str | None:
     if error.__traceback__ is None or not is_mismatch(error):
         return None
     frames = _calling(_frames_of(error.__traceback__))
-    variables = [value for frame, _, _ in frames for value in frame.f_locals.values()]
+    variables = [value for frame, _, _ in frames for value in variables_of(frame).values()]
     contexts = [value for value in variables if isinstance(value, BackwardCFunction)]
     if not contexts:
         return None

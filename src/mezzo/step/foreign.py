@@ -8,7 +8,6 @@ import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dis import opname
-from inspect import CO_OPTIMIZED
 from itertools import chain
 from traceback import walk_stack
 from types import FrameType
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._torch import constant_factor
+from ..casting import variables_of
 from ..errors import StepError, listed
 from ..formats import LOW_DTYPES, dtype_name
 from ..kernels import local
@@ -76,17 +76,8 @@ ELSEWHERE = {
 
 def is_called_by_scaler() -> bool:
     """Whether a method of a GradScaler is among the calls that led here. Host only."""
-    callers = (_variables(frame).get("self") for frame, _ in walk_stack(sys._getframe()))
+    callers = (variables_of(frame).get("self") for frame, _ in walk_stack(sys._getframe()))
     return any(isinstance(caller, torch.amp.GradScaler) for caller in callers)
-
-
-def _variables(frame: FrameType) -> dict[str, Any]:
-    """Return the variables of a running function, whose frame is left without the copy that `f_locals` keeps in it before Python 3.13: it outlives `del`."""
-    found = dict(kept := frame.f_locals)
-    is_copy = sys.version_info < (3, 13) and frame.f_code.co_flags & CO_OPTIMIZED
-    if is_copy and sys.getrefcount(kept) == 3:  # else it is another's too
-        kept.clear()
-    return found
 
 
 def is_call(frame: FrameType) -> bool:
@@ -135,7 +126,7 @@ class AverageByHand:
 def warn_of_average(dtype: torch.dtype) -> bool:
     """Say what is lost where an average of weights is about to copy 16-bit ones, whose masters stay behind; return whether one is. Host only."""
     inits = [frame for frame, _ in walk_stack(sys._getframe()) if frame.f_code.co_name == "__init__"]
-    made = [type(_variables(frame).get("self")).__name__ for frame in inits]
+    made = [type(variables_of(frame).get("self")).__name__ for frame in inits]
     name = next(filter(_AVERAGES.search, made), None)
     if name is not None:
         _log.warning(
@@ -219,7 +210,7 @@ def _is_from(scaler: torch.amp.GradScaler, scale: Tensor, factor: Tensor) -> boo
 def _in_reach() -> Iterator[Any]:
     """Return what the functions that called have: variables, members of the object whose methods they are, of what its short lists hold, globals."""
     for frame, _ in walk_stack(sys._getframe(1)):
-        variables = _variables(frame)
+        variables = variables_of(frame)
         members = _members(variables.get("self"))
         held = [item for one in members if type(one) is list and len(one) < _SHORT for item in one]
         yield from chain(variables.values(), members, *map(_members, held), list(frame.f_globals.values()))
