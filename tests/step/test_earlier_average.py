@@ -89,3 +89,6 @@ def test_a_comprehension_that_shares_its_variable_may_prepare() -> None:
     made = {policy: mezzo.prepare(model := net(), adamw(model), policy) for policy in ("bf16-master", "fp16")}
     read = {policy: tuple(policy for _ in range(2)) for policy in made}  # Python 3.13.0 crashed at what is read in here
     assert [*read.values()] == [(policy, policy) for policy in made]
+    number = 1
+    steppers = [mezzo.prepare(model := net(), adamw(model), "bf16-master") for number in range(1)]  # not the one above
+    assert steppers and (lambda: number)() == 1  # noqa: PLC3002

@@ -10,6 +10,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
+from dis import get_instructions
 from inspect import CO_OPTIMIZED
 from traceback import walk_stack
 from types import FrameType, ModuleType, TracebackType
@@ -227,8 +228,10 @@ def variables_of(frame: FrameType) -> dict[str, Any]:
     """
     kept, code = frame.f_locals, frame.f_code
     if (3, 13) <= sys.version_info < (3, 13, 2) and code.co_flags & CO_OPTIMIZED:
-        names = {*code.co_varnames, *code.co_freevars} - {*code.co_cellvars}
-        return {name: kept[name] for name in names if name in kept}
+        of_comprehensions = {one.argval for one in get_instructions(code) if one.opname == "LOAD_FAST_AND_CLEAR"}
+        shared = of_comprehensions & {*code.co_cellvars}
+        names = *code.co_varnames, *code.co_cellvars, *code.co_freevars
+        return {name: kept[name] for name in names if name not in shared and name in kept}
     found = dict(kept)
     is_copy = sys.version_info < (3, 13) and code.co_flags & CO_OPTIMIZED
     if is_copy and sys.getrefcount(kept) == 3:  # else it is another's too
