@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,14 +14,20 @@ from mezzo.diagnose import TraceReport
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
+def steps_of(model: nn.Linear, count: int) -> Iterator[None]:
+    """Train a layer, and pause after each step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(count):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+        yield
+
+
 def decayed(state: Tensor, factor: float, steps: int, *, is_written: bool = False, is_new: bool = False) -> TraceReport:
     model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with diagnose.trace(model) as t:
-        for _ in range(steps):
-            optimizer.zero_grad()
-            model(torch.randn(8, 4)).square().mean().backward()
-            optimizer.step()
+        for _ in steps_of(model, steps):
             if is_written:  # as gradients are that a clip scales by almost 1
                 state.copy_(torch.ones(()))
             if is_new:
@@ -71,12 +79,8 @@ def test_one_that_moves_or_begins_anew_is_healthy(
 @pytest.mark.parametrize("numel", [4, 1])
 def test_every_step_in_which_an_average_did_not_move_is_counted(numel: int) -> None:
     steps, model, averages = 40, nn.Linear(4, 1), [torch.ones(numel, dtype=BF16) for _ in range(2)]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with diagnose.trace(model) as t:
-        for _ in range(steps):
-            optimizer.zero_grad()
-            model(torch.randn(8, 4)).square().mean().backward()
-            optimizer.step()
+        for _ in steps_of(model, steps):
             for average in averages:
                 for _ in range(1 if numel > 1 else 70):
                     average.add_(1e-3)

@@ -60,11 +60,11 @@ class Before:
 @torch.no_grad()
 def look(grads: Sequence[OptimizerGrads], names: Mapping[Tensor, str]) -> Before:
     """Take down what a step must keep or change; an OperandError where memory of it was freed. Syncs: no, but for rates that lie on a device."""
-    for p in [p for one in grads for p in one.params]:
+    params = {p: one.optimizer for one in grads for p in one.params}
+    for p in params:
         check_memory(names[p], "weight", local(p), p)
     for (p, key), tensor in (item for one in grads for item in _state_tensors(one.optimizer).items()):
         check_memory(names.get(p, "a parameter"), key, local(tensor), p)
-    params = {p: one.optimizer for one in grads for p in one.params}
     values_of = {p: values(local(p.grad)) for p in params if p.grad is not None}
     return Before(
         raw_square=None if any(is_dtensor(p) for p in params) else _sum_of_squares(values_of.values()),
