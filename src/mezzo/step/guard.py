@@ -67,8 +67,9 @@ class GuardState:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether there is nothing to act on."""
-        return self.skip is None and self.stop is None and not self.is_troubled and self.small_in_a_row == 0
+        """Whether there is nothing to act on, and nothing to go on counting."""
+        is_flushing = self.small_in_a_row > 0 or self.flushed_in_a_row > 0
+        return self.skip is None and self.stop is None and not (self.is_troubled or is_flushing)
 
     @property
     def wants_probe(self) -> bool:
@@ -250,8 +251,7 @@ class Guard:
     def become(self, state: GuardState) -> None:
         """Take a state for what is known after the last step that was read."""
         self._state, self._uneventful, config = state, 0, self.config
-        self.is_troubled = state.is_troubled
-        self._is_calm = state.is_quiet and state.flushed_in_a_row == 0
+        self.is_troubled, self._is_quiet = state.is_troubled, state.is_quiet
         is_at_floor = self.scaling is not None and state.next_scale <= self.scaling.min_scale
         always = config.patience == 1 or config.on_overflow == "demote" or is_at_floor
         self.may_stop = config.enabled and (always or state.is_troubled)
@@ -297,17 +297,18 @@ class Guard:
     def poll(self, unread: int = 0) -> GuardState | None:
         """Return the state after the last step if there is something to act on; what it says of a skip is said once. Syncs: as `read`."""
         self.read(unread=unread)
-        if self._is_calm:
+        if self._is_quiet:
             return None
-        if (state := self.state).skip is not None or state.stop is not None:
+        state = self.state
+        if state.skip is not None or state.stop is not None:
             self.become(replace(state, skip=None, stop=None))
-        return None if state.is_quiet else state
+        return state
 
     def _read(self, result: StepResult) -> None:
         flags = result.flags()
         if flags.applied:
             self.last_norm = flags.grad_norm
-        if self._is_calm and flags.applied and flags.flushed == 0 and not _is_low(flags, self.floor):
+        if self._is_quiet and flags.applied and flags.flushed == 0 and not _is_low(flags, self.floor):
             del self._unread[0]
             self._uneventful += 1
             return

@@ -106,9 +106,9 @@ class Recovery:
 
     def explained(self, stop: StoppedRun, consensus: RankConsensus | None) -> StoppedRun:
         """Return the error with what running the last batch again has shown. Syncs: at every op."""
-        skip = self._skip if stop.is_batch_to_blame else None
-        found = None if skip is None else self._diagnosis(skip, consensus)
-        rate = "" if skip is None else self.rate_to_blame()
+        if self._skip is None or not stop.is_batch_to_blame:
+            return stop
+        found, rate = self._diagnosis(self._skip, consensus), self.rate_to_blame()
         if found is None and not rate:
             return stop
         sentence, fix = ("", "") if found is None else (found.sentence, found.fix)
@@ -143,12 +143,11 @@ class Recovery:
 
     def _explain_early(self, skip: StepFlags[float], consensus: RankConsensus | None) -> None:
         """Log why the loss is not finite, where a second batch in a row shows that it is not the batch."""
-        found = self._diagnosis(skip, consensus)
-        rate = self.rate_to_blame()
-        if rate or (found is not None and found.sentence):
-            why = (rate, *((found.sentence, found.fix) if found is not None else ()))
-            said = " ".join(filter(None, why))
-            _log.warning("step %d: the loss is inf or NaN again; why: %s", self.guard.state.counters.seen, said)
+        found, rate = self._diagnosis(skip, consensus), self.rate_to_blame()
+        sentence, fix = ("", "") if found is None else (found.sentence, found.fix)
+        if rate or sentence:
+            why = " ".join(filter(None, (rate, sentence, fix)))
+            _log.warning("step %d: the loss is inf or NaN again; why: %s", self.guard.state.counters.seen, why)
 
     def _diagnosis(self, skip: StepFlags[float], consensus: RankConsensus | None) -> Diagnosis | None:
         """Run the last batch again under the tracer, where no rank waits for another in it. Syncs: at every op."""
