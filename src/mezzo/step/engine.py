@@ -125,7 +125,7 @@ class Engine:
         Writes: masters, once, where the first rank's weights were copied. Syncs: once.
         """
         if self.consensus is None and not self._is_alone and is_running() and dist.get_world_size() > 1:
-            self.join(wrapper_around(self.model, self.policy, is_calling=False))
+            self.join(wrapper_around(self.model, self.policy))
             self._is_alone = self.consensus is None
             if self._is_alone:
                 warn_alone(self.root)

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._torch import active_ddp, own_modules
+from .._torch import own_modules
 from ..binding import AfterForward
-from ..distributed import is_running
+from ..distributed import around, connect, is_running
 from ..errors import PolicyError, StepError
 from ..formats import LOW_DTYPES
 from .engine import Engine
 from .leftovers import refuse_no_params
-from .ranks import wrapper_around
 
 
 class ForwardHook:
@@ -38,9 +37,9 @@ class ForwardHook:
         if self._may_be_captured and torch.is_grad_enabled():
             engine.refuse_capture("a forward of the prepared model")
         if module is self._model:
-            ddp = active_ddp() if is_running() else None
+            ddp = around(engine.model) if is_running() else None
             if ddp is not None and (engine.consensus is None or engine.consensus.wrapper.is_another(ddp)):
-                engine.join(wrapper_around(engine.model, engine.policy, is_calling=True))
+                engine.join(connect(ddp, engine.policy))
             if engine.consensus is not None:
                 engine.consensus.wrapper.note_forward()
             self.apply_changes()

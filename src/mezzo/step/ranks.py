@@ -20,13 +20,11 @@ from ..distributed import (
     ShardWrapper,
     Signals,
     Wrapper,
-    around,
     check_sharded,
     check_storage,
     connect,
     digest_of_piece,
     holding,
-    is_running,
     living,
     refuse_flat,
     sharded_modules,
@@ -56,16 +54,10 @@ def wrapper_of(model: nn.Module, policy: Policy) -> Wrapper | None:
     return ShardWrapper(model, policy) if any_dtensor(model.parameters()) else None
 
 
-def wrapper_around(model: nn.Module, policy: Policy, *, is_calling: bool) -> Wrapper | None:
-    """Return the DistributedDataParallel wrapper that is calling a model, or that holds it; None if none does. Writes: its communication hook.
-
-    Raises: as `wrapper_of`.
-    """
-    if not is_running():
-        return None
-    if not is_calling:
-        refuse_flat(model, looks_around=True)
-    ddp = around(model) if is_calling else holding(model, DistributedDataParallel)
+def wrapper_around(model: nn.Module, policy: Policy) -> Wrapper | None:
+    """Return the DistributedDataParallel wrapper that holds a model; None if none does. Raises: as `wrapper_of`. Writes: its communication hook."""
+    refuse_flat(model, looks_around=True)
+    ddp = holding(model, DistributedDataParallel)
     return None if ddp is None else connect(ddp, policy)
 
 
