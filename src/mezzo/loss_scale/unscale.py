@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,11 +12,7 @@ from torch import Tensor
 from .._torch import foreach_mul_, foreach_norm, foreach_unscale_, neg_view, sparse_values
 from ..errors import MasterError
 from ..formats import describe
-from ..kernels import factor_for, move
-
-if TYPE_CHECKING:  # importing DTensor costs start-up time that runs without shards need not pay
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Placement
+from ..kernels import factor_for, is_dtensor, local, move
 
 _KERNEL_DTYPES = (torch.float16, torch.float32, torch.float64)
 """What torch's fused check-and-unscale takes on every device; bf16 only on the CPU (pytorch issue 127176)."""
@@ -30,8 +26,8 @@ class _Group(NamedTuple):
 
     device: torch.device
     dtype: torch.dtype
-    mesh: DeviceMesh | None
-    placements: tuple[Placement, ...] | None
+    mesh: Any = None
+    placements: tuple[Any, ...] | None = None
 
 
 @torch.no_grad()
@@ -81,16 +77,10 @@ def is_unusable(scale: Tensor) -> Tensor:
 
 def _grouped(grads: Iterable[Tensor]) -> dict[_Group, list[Tensor]]:
     groups: dict[_Group, list[Tensor]] = {}
-    last, parts = None, []
     for grad in grads:
         part = real_values(grad)
-        group: tuple[Any, ...] = (part.device, part.dtype, None, None)
-        if hasattr(grad, "device_mesh"):
-            group = (*group[:2], grad.device_mesh, cast("DTensor", grad).placements)
-        if group != last:  # neighbours mostly share a group
-            parts = groups.setdefault(_Group(*group), [])
-            last = group
-        parts.append(part)
+        spread = (grad.device_mesh, grad.placements) if is_dtensor(grad) else ()
+        groups.setdefault(_Group(part.device, part.dtype, *spread), []).append(part)
     return groups
 
 
@@ -100,8 +90,7 @@ def real_values(grad: Tensor) -> Tensor:
     Duplicate indices of an uncoalesced sparse gradient need no merging first: dividing is linear, and where their
     sum overflows only while scaled, dividing before summing is the better result. Syncs: no.
     """
-    if hasattr(grad, "to_local"):
-        grad = cast("DTensor", grad).to_local()
+    grad = local(grad)
     if grad.layout is torch.sparse_coo:
         grad = sparse_values(grad)
     elif grad.layout is not torch.strided:
