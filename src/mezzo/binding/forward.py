@@ -7,7 +7,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import GeneratorType
 from typing import Any, Literal
@@ -78,13 +78,15 @@ class Binding:
 
     def __post_init__(self) -> None:
         self._op_rules, self._is_low = without_module_rules(self.policy), self.policy.is_low
-        self._traced_rules = when_traced(self._op_rules, self.device_type or "cpu")  # a compiler traces `region`
+        device = self.device_type or "cpu"
+        self._traced_rules = when_traced(self._op_rules, device)  # a compiler traces `region`
         self._regions: dict[tuple[torch.dtype | None, CacheName], autocast] = {}
         self.fuses = self._is_low and has_module_rules(self.policy)  # `modules=none` is torch's autocast to the bit
-        self.has_own_ops = self.fuses and has_own_attention(self.device_type) and self._dispatches("cpu", self.cache)
-        device = self.device_type or "cpu"  # on an accelerator seeing each op would take the host longer than the casts
+        fuses_on_cpu = self.fuses and has_own_attention(self.device_type)
+        self.has_own_ops = fuses_on_cpu and self._dispatches("cpu", self.cache)
+        self.emulates = fuses_on_cpu and is_emulated(self.policy.compute)
+        # On an accelerator seeing each op would take the host longer than the casts.
         self.keeps_casts = self._is_low and device != "cpu" and self.cache == "persistent" and self._dispatches(device)
-        self.emulates = self.fuses and has_own_attention(self.device_type) and is_emulated(self.policy.compute)
         self.region_key = f"{self.policy!s} {self.device_type} {self.cache}"
 
     def _dispatches(self, device: str, cache: CacheName = "region") -> bool:
@@ -115,9 +117,9 @@ class Binding:
         dtype = precision if isinstance(precision, torch.dtype) else self.policy.compute
         if traced:
             return autocast(self.device_type, dtype, cache_enabled=False, policy=self._traced_rules, cache="persistent")
-        return self._kept_region(dtype, "region" if self.keeps_casts else self.cache)
+        return self.kept_region(dtype, "region" if self.keeps_casts else self.cache)
 
-    def _kept_region(self, dtype: torch.dtype | None, cache: CacheName) -> autocast:
+    def kept_region(self, dtype: torch.dtype | None, cache: CacheName) -> autocast:
         """Return a region, made once: entered again each time, it keeps what it is inside of by thread."""
         region = None if is_compiling() else self._regions.get((dtype, cache))
         if region is None:
@@ -135,10 +137,6 @@ class Binding:
         """Return the dtype low ops run in just here; None where casting is off."""
         device = self.device_type or "cpu"
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-    def by_mode(self) -> AbstractContextManager[object]:
-        """Return a region that casts as the one around it, but sees each op and keeps the casts of weights; none where casting is off."""
-        return nullcontext() if (low := self.low_dtype()) is None else self._kept_region(low, "persistent")
 
     def follow(self, first: nn.Parameter | None) -> None:
         """Notice by its first parameter that the model was moved to another device since it was bound."""
@@ -256,8 +254,10 @@ def _is_inside(binding: Binding, traced: bool) -> bool:
 def _run(bound: Bound, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: Any) -> Any:
     traced = _is_traced()
     run = _run_inside if _is_inside(bound.binding, traced) else _enter
-    is_late = type(out := run(bound, module, forward, args, kwargs, traced)) is GeneratorType and not is_compiling()
-    return in_steps(lambda step: _run(bound, module, step, args, kwargs), out) if is_late else out
+    out = run(bound, module, forward, args, kwargs, traced)
+    if type(out) is GeneratorType and not is_compiling():
+        return in_steps(lambda step: _run(bound, module, step, args, kwargs), out)
+    return out
 
 
 @dynamo_pass_through
@@ -337,7 +337,8 @@ def bound_class(original: type[nn.Module], traced_key: str, rule: Precision) -> 
 
     In regions of `traced_key` a compiler traces the forward with its rule, and guards on the class alone: see `Bound`.
     """
-    written: Callable[..., Any] = (taken := takes_module(original)).forward
+    taken = takes_module(original)
+    written: Forward = taken.forward
     run_in_one_graph: Forward = dynamo_count_apart(lambda run, *args: run(*args))
 
     @dynamo_skip_alone
@@ -372,8 +373,9 @@ def bound_class(original: type[nn.Module], traced_key: str, rule: Precision) -> 
     kept = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
     own = {RECORD: None, "forward": forward, "__reduce_ex__": reduce, "_mezzo_class": original}
     own |= {**replaces_tensors(original, _convert), **REFUSALS}
-    has_registry = hasattr(original.__init_subclass__, "__func__")  # which is told of no class of ours
-    base = nn.Module if has_registry else original
+    base = (
+        nn.Module if hasattr(original.__init_subclass__, "__func__") else original
+    )  # whose registry is told of none of ours
     subclass: type[nn.Module] = type(original)(original.__name__, (base,), {**kept, **own})  # type: ignore[misc]  # of its metaclass
     subclass.__bases__ = (original,)
     return subclass

@@ -317,11 +317,12 @@ def _run_kept_convolution(module: Any, input: Tensor) -> Tensor:
 
 
 def _run_by_mode(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the forward of a module that casts its weights who knows where, in a region that sees each op."""
+    """Call the forward of a module that casts its weights who knows where, in a region that sees each op and keeps those casts."""
     forward = run_unfused if isinstance(module, FUSED) else class_of(module).forward
-    if is_compiling():
+    low = None if is_compiling() else _bound(module).binding.low_dtype()
+    if low is None:
         return forward(module, *args, **kwargs)
-    with _bound(module).binding.by_mode():
+    with _bound(module).binding.kept_region(low, "persistent"):
         return forward(module, *args, **kwargs)
 
 
