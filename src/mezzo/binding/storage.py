@@ -60,11 +60,9 @@ def check_floats(model: nn.Module, policy: Policy) -> None:
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], policy: Policy, names: Mapping[Tensor, str]) -> None:
-    """Refuse 16-bit trainable weights without masters, and optimizers that contradict the policy. Host only.
+    """Refuse trainable weights that are or will be 16 bit and whose optimizer keeps nothing beside them, by a MasterError.
 
-    Raises:
-        MasterError: trainable weights are or will be 16 bit, and their optimizer keeps nothing beside them.
-        PolicyError: master mode or moment dtype of an optimizer differ from the policy's; or weights of inference mode.
+    And, by a PolicyError, weights of inference mode, and optimizers with another master mode or moment dtype than the policy's. Host only.
     """
     for optimizer in map(local_optimizer, optimizers):
         trainable = [p for p in parameters(optimizer) if p.requires_grad]
@@ -131,10 +129,8 @@ def convert_(
     fp32 rules, those that are trainable, or all if there is no optimizer; not of embeddings with sparse gradients. 16-bit weights of modules under an fp32 rule go to
     fp32, since that is what their ops meet, as does what is trained in fp16 under split masters, which are of bf16, and all where a policy without 16 bit follows one with it. Everything else stays as it is. Optimizers get the fp32 values as masters.
 
-    Raises:
-        PolicyError: 16-bit storage for ops that run in fp32, or another dtype for parameters that
-            DistributedDataParallel (`is_replicated`) or ZeroRedundancyOptimizer holds already, or whose memory another tensor of the model shows;
-            or values beyond fp16.
+    A PolicyError: 16-bit storage for ops that run in fp32, values beyond fp16, or another dtype for parameters that DistributedDataParallel
+    (`is_replicated`) or ZeroRedundancyOptimizer holds already, or whose memory another tensor of the model shows.
 
     Writes: the storage of parameters, which keep their identity, and their `grad_dtype` with it; masters. Syncs: for fp16.
     """

@@ -99,15 +99,10 @@ class Group:
         return self._all_reduce_(tensor, dist.ReduceOp.MAX)
 
     def sum_small(self, tensor: Tensor, *, by_exchange: bool = False) -> Tensor:
-        """Return the sum of a small tensor over the ranks, the same bits on all, by another collective than gradients are reduced by on the CPU.
+        """Return the sum of a small tensor over the ranks, the same bits on all: contiguous, in one dimension. Syncs: on the CPU, with the slowest rank; else no.
 
-        gloo ends a process where two collectives of one kind meet in different sizes; those of different kinds wait, and are told so.
-
-        Args:
-            tensor: contiguous, in one dimension.
-            by_exchange: the ranks may be in `gather` meanwhile.
-
-        Syncs: on the CPU, with the slowest rank; else no.
+        There by another collective than gradients are reduced by, and, `by_exchange`, than weights are gathered by: gloo ends a process where
+        two of one kind meet in different sizes; those of different kinds wait, and are told so.
         """
         if tensor.device.type != "cpu":
             return self.sum_(tensor)
@@ -190,11 +185,7 @@ class Group:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Turn the error of a lost rank inside the block into one that names the rank.
-
-        Raises:
-            DistributedError: a rank ended, or did not answer in time; or a wrapper is used otherwise than torch can.
-        """
+        """Turn the error of a rank that ended or did not answer in time, inside the block, into a DistributedError that names it; so too that of a wrapper that is used otherwise than torch can."""
         started = time.monotonic()
         try:
             yield
@@ -250,12 +241,9 @@ class Group:
         return bool(first == str(dist.get_rank()).encode())
 
     def missing(self) -> list[int]:
-        """Call the roll in a broken group: return the ranks that do not answer within a grace period.
+        """Call the roll in a broken group: return the ranks that do not answer within a grace period; a RuntimeError where the store cannot be reached.
 
         Every rank that notices the loss calls the roll, and is thereby there.
-
-        Raises:
-            RuntimeError: the store cannot be reached.
         """
         store = group_store(self.handle)
         roll = dist.PrefixStore("mezzo/roll", store)  # type: ignore[attr-defined]  # documented, but not in __all__

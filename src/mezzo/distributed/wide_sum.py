@@ -241,10 +241,8 @@ class WideReduceScatter(ShardCollective):
     ) -> None:
         """Add up one part of all ranks' gradients: `input_tensor`, shape (N P,), has one for each of N ranks; nothing is left under way.
 
-        Raises:
-            ConfigError: torch was told to multiply by a number of the caller's first.
-
-        Writes: `output_tensor`, shape (P,), in the same 16 bit. Syncs: on the CPU, with the slowest rank; else no.
+        A ConfigError where torch was told to multiply by a number of the caller's first. Writes: `output_tensor`, shape (P,), in the same 16 bit.
+        Syncs: on the CPU, with the slowest rank; else no.
         """
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ConfigError(

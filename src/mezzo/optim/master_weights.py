@@ -22,14 +22,7 @@ from ..policy import Master
 from .base import MasterOptimizer
 from .checks import HOW, check_closure, check_seed, taking_params
 from .master_store import Masters, Mode
-from .optimizer_state import (
-    OWN_OPTIONS,
-    HasMasters,
-    and_inside,
-    check_shapes,
-    keep_masters,
-    take_masters_,
-)
+from .optimizer_state import OWN_OPTIONS, HasMasters, and_inside, check_shapes, keep_masters, take_masters_
 from .saved_state import check_saved, each_entry, refuse
 
 _OWN_STATE = (*AUX_STATE.values(), "rounding_step")

@@ -70,11 +70,9 @@ class Active:
     state: dict[str, Any]
 
     def check(self, moments: Sequence[str]) -> None:
-        """Refuse a gradient, or state that is there already, of another shape than the parameter, and one that is no memory of its own.
+        """Refuse, by an OperandError, a gradient or state of another shape than the parameter, and a parameter without memory of its own.
 
-        Raises:
-            ConfigError: a step count that is no number, or one without the `moments` that it cannot do without.
-            OperandError: the first of them.
+        And, by a ConfigError, a step count that is no number, or one without the `moments` that it cannot do without.
         """
         if not torch.compiler.is_compiling() and (self.param.is_conj() or self.param.is_neg()):
             reason = "a view that is conjugated or negated when it is read"
@@ -127,13 +125,7 @@ class GroupStep:
 
 
 def batches_of(step: GroupStep, active: Sequence[Active]) -> list[ParamBatch]:
-    """Return what the kernels take together of a group, of its parameters with a gradient, their states complete.
-
-    Raises:
-        OperandError: something that does not fit its parameter.
-        ConfigError: stochastic rounding was asked for a weight that is sharded in a way that hides where its elements
-            belong.
-    """
+    """Return what the kernels take together of a group, of its parameters with a gradient, their states complete. Raises: as `global_offset`, `layout_of`."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Active]] = {}
     for one in active:
         kinds.setdefault((one.param.device, one.param.dtype), []).append(one)

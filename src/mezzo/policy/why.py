@@ -185,9 +185,6 @@ def _op_precision(rule: Rule, low: str, row: OpRow | None) -> str:
     }[rule]
 
 
-EngineName = Literal["dispatcher", "mode"]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineChoice:
     """The engine of a region on one device.
@@ -197,7 +194,7 @@ class EngineChoice:
         reason: why.
     """
 
-    engine: EngineName
+    engine: Literal["dispatcher", "mode"]
     reason: str
 
     def __str__(self) -> str:

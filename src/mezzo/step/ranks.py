@@ -39,12 +39,9 @@ _log = logging.getLogger("mezzo.step")
 
 
 def wrapper_of(model: nn.Module, policy: Policy) -> Wrapper | None:
-    """Return what spreads a model, as it was prepared, over ranks; None if nothing does yet.
+    """Return what spreads a model, as it was prepared, over ranks; None if nothing does yet. Writes: the communication hook of a DistributedDataParallel model.
 
-    Raises:
-        PolicyError: gradients are reduced or weights are gathered in another dtype than the policy says.
-
-    Writes: the communication hook of a DistributedDataParallel model.
+    A PolicyError: gradients are reduced or weights are gathered in another dtype than the policy says.
     """
     if isinstance(model, DistributedDataParallel):
         return connect(model, policy)

@@ -210,7 +210,6 @@ class StepResult:
         is_captured: the step went into a graph, and was not taken.
 
     Attributes:
-        stats: as given.
         undo: for each optimizer what is called when the flags are read, if it skipped.
     """
 

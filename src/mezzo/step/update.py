@@ -128,12 +128,7 @@ class SteppedOptions:
         self._lines: tuple[str, ...] = ()
 
     def refuse_options(self, *, has_closure: bool) -> None:
-        """Refuse a step without the closure that it needs, and options that were set, since the last one, to inf or NaN. Host only.
-
-        Raises:
-            StepError: the optimizer evaluates the loss by itself, and has no closure.
-            ConfigError: a rate, decay, eps, momentum or beta is inf or NaN; nothing was changed.
-        """
+        """Refuse, by a StepError, a step without the closure that it needs, and, by a ConfigError, options that were set to inf or NaN since the last. Host only."""
         if not has_closure and needs_closure(self._kind):
             raise StepError(
                 f"step() was called without a closure, and {self._kind.__name__} computes the loss several times in one step. "
@@ -264,10 +259,7 @@ def update_(
     """Have each optimizer take its step, or leave everything as it is; return for each what must be called once the host knows that it skips.
 
     Where the host does not know who `skipped`, the optimizers decide on the device. With `skip` "independent" the gradients of each are
-    clipped by their own norm. `pending` takes note if the step ends halfway.
-
-    Raises:
-        StepError: an optimizer raised after another one had taken its step.
+    clipped by their own norm. `pending` takes note if the step ends halfway: a StepError where another optimizer had taken its step by then.
 
     Writes: weights and state, and the gradients of some. Syncs: no.
     """
