@@ -199,15 +199,16 @@ class MezzoPrecision(Precision):
         each_step = {id(config.scheduler) for config in configs if config.interval == "step"}
         if not each_step:
             return
-        before = vars(module).get("lr_scheduler_step")
-        step = module.lr_scheduler_step
+        own, step = vars(module), module.lr_scheduler_step
+        before = {name: method for name, method in own.items() if name == "lr_scheduler_step"}
 
         def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
             if id(scheduler) not in each_step or not self._adapter.was_skipped:
                 step(scheduler, metric)
 
-        vars(module)["lr_scheduler_step"] = lr_scheduler_step
-        self._undo.callback(_put_back, module, before)
+        own["lr_scheduler_step"] = lr_scheduler_step
+        self._undo.callback(own.update, before)
+        self._undo.callback(own.pop, "lr_scheduler_step", None)
 
 
 def _refuse_accumulation(trainer: Any, optimizers: Sequence[Optimizer]) -> None:
@@ -221,12 +222,6 @@ def _refuse_accumulation(trainer: Any, optimizers: Sequence[Optimizer]) -> None:
             f"accumulate_grad_batches={most} was given with {asks[0]}, which computes the loss again inside its step: that of "
             "one batch, not of all that were summed. Write accumulate_grad_batches=1 and a larger batch_size of the DataLoader."
         )
-
-
-def _put_back(module: nn.Module, method: Any) -> None:
-    vars(module).pop("lr_scheduler_step", None)
-    if method is not None:
-        vars(module)["lr_scheduler_step"] = method
 
 
 def _postponed(strategy: Any) -> Callable[[], nn.Module | None]:

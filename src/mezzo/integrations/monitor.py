@@ -83,18 +83,13 @@ class Monitor:
         """Count the step, and write if it is one that is reported. Syncs: only then, with the step."""
         self._seen += 1
         self._unread.append(result)
-        while self._unread and self._unread[0].is_read:
-            self._count(self._unread.pop(0))
+        while self._unread and (self._unread[0].is_read or self._sample is not None):
+            if (reason := self._unread.pop(0).reason) is not None:
+                self._skips[reason] += 1
         if self._sample is not None:
             self._write(result, self._sample)
 
-    def _count(self, result: StepResult) -> None:
-        if result.reason is not None:
-            self._skips[result.reason] += 1
-
     def _write(self, result: StepResult, sample: _Sample) -> None:
-        while self._unread:
-            self._count(self._unread.pop(0))
         seen = sample.values() if result.applied else {**sample.values(), "lost_updates": math.nan}
         values = {
             "scale": result.scale,
