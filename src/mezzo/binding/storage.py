@@ -131,7 +131,6 @@ def convert_(
 
     A PolicyError: 16-bit storage for ops that run in fp32, values beyond fp16, or another dtype for parameters that DistributedDataParallel
     (`is_replicated`) or ZeroRedundancyOptimizer holds already, or whose memory another tensor of the model shows.
-
     Writes: the storage of parameters, which keep their identity, and their `grad_dtype` with it; masters. Syncs: for fp16.
     """
     targets = storage_targets(model, policy, optimizers)

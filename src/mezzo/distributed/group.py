@@ -142,10 +142,7 @@ class Group:
             tensor.copy_(sent.view(tensor.dtype).view_as(tensor))
 
     def average(self, tensor: Tensor) -> torch.futures.Future[list[Tensor]]:
-        """Begin to add a tensor up over the ranks, in place, and return what waits for it; within `timeout` on the CPU.
-
-        Writes: `tensor`. Syncs: no.
-        """
+        """Begin to add a tensor up over the ranks, in place, and return what waits for it; within `timeout` on the CPU. Writes: `tensor`. Syncs: no."""
         options = dist.distributed_c10d.AllreduceOptions()
         if "cpu" in self._devices:
             options.timeout = self.timeout

@@ -150,7 +150,7 @@ def _home(fqn: str, units: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _OwningModule:
-    """A module that holds weights of its own.
+    """A module that holds weights of its own, by its `name`, and the `param_dtypes` of these.
 
     Attributes:
         num_parameters: their elements, those of a shared weight in the first module that holds it.

@@ -143,6 +143,7 @@ class _Bucket:
     """Gradients on their way: sums are divided by `divisor` into `target`, shape (n,), which is what `done` gives.
 
     Attributes:
+        codec: in what form they are sent, as the transfer `work` does.
         rows: shape (N, P): what is sent, one row to each rank; then the sums, one row from each.
         received: shape (N, P): the others' rows for this rank.
     """
@@ -170,17 +171,10 @@ class WideSum:
     def start(
         self, group: Group, sent: Tensor, target: Tensor, divisor: int, codec: Codec | None = None
     ) -> torch.futures.Future[Tensor]:
-        """Begin to add a bucket up, and go on with those before it.
+        """Begin to add a bucket up, and go on with those before it; return what the target will be, or torch's RuntimeError of a rank that is lost.
 
-        Args:
-            group: the ranks; its limit holds on the CPU.
-            sent: shape (n,), 16 bit, or fp32 for a codec of less; may be the target.
-            target: shape (n,): takes the mean.
-            divisor: of the sum, which makes it the mean.
-            codec: in what form it is sent; None: as it is, in 16 bit.
-
-        Returns:
-            What the target will be. A rank that is lost raises torch's RuntimeError.
+        `sent` and `target`, shape (n,), may be one tensor. What is sent is 16 bit, or fp32 for a `codec` of less; the sum over the `divisor`, which is
+        the mean, goes to the target. Within the limit of the group on the CPU.
 
         Writes: `target`, and those of buckets before it. Syncs: on the CPU, with the slowest rank for these; else no.
         """
@@ -273,7 +267,6 @@ class WideReplicas(dist.ProcessGroup):
         """Add up what the ranks have in one dense tensor: as torch's, where torch's would not round in between.
 
         Sums and means, `opts.reduceOp`, are computed here. The transfer that is returned is over, as far as the host is concerned.
-
         Writes: `tensors`. Syncs: on the CPU, with the slowest rank; else no.
         """
         (values,) = tensors

@@ -39,7 +39,6 @@ def divide_(grads: Iterable[Tensor], inverse: Tensor, found: Tensor, *, allow_fp
 
     `inverse`, `found` and what is returned have shape () and are fp32. It is 1, on the device of `found`, if any element was inf or NaN or
     `found` was 1 already, else 0. A finding in a shard is shared by every rank of its mesh.
-
     Writes: every tensor in `grads`, one pass per device and dtype. Syncs: no; one all-reduce per mesh for sharded gradients.
     Source: Micikevicius et al. 2018, section 3.2.
     """

@@ -38,7 +38,7 @@ class Slot:
     """A place for a buffer in a module.
 
     Attributes:
-        key: its name in the module that owns it; `name` is that in the model.
+        key: its name in the `module` that owns it; `name` is that in the model.
         is_statistic: written without a new version: by batch norm's kernel, or by a forward through `.data`.
         copy: the newest copy.
         is_stale: a statistic that may have been written since.

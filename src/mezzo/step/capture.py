@@ -31,8 +31,10 @@ class _Graph:
     """A captured step, and all that its kernels know by address.
 
     Attributes:
+        graph: torch's, whose kernels read the `tables`.
         given: arguments of the function, its tensors those that the graph reads; flat.
         spec: how they were nested.
+        out: what the function returned; `result` is that of its step.
         grads: of each parameter, which each replay writes.
         copies: of buffers, likewise.
         watched: see `watched_values`.

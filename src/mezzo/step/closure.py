@@ -90,7 +90,6 @@ def step_by_closure(engine: Engine, closure: Closure, optimizer: Optimizer | Non
 
     An inf or NaN in any evaluation voids the whole step. With on_overflow="retry" the closure then runs again at the
     smaller scale: until the step is taken, the guard stops the run, or it was tried guard.patience times.
-
     Raises: StepError: no function, or several optimizers and none named.
     """
     if isinstance(closure, Optimizer):

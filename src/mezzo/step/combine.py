@@ -19,6 +19,7 @@ class Findings(NamedTuple):
 
     Attributes:
         early: something seen before the step: in gradients before an edit, in a penalty, in the scale.
+        loss: a loss, before it was scaled.
         buffers: a buffer that the forward wrote.
         optimizers: gradients of each optimizer that has any.
         elsewhere: gradients of any optimizer on any rank.

@@ -269,7 +269,7 @@ class Engine:
             raise
         finally:
             self.is_stepping = False
-        self.finish_step(grads, flags, result, skipped, is_said_at_once=by_host)
+        self.finish_step(grads, flags, result, skipped if by_host else None)
         if before is not None:
             self.check()
             warn_of_replaced(self.root)
@@ -336,13 +336,15 @@ class Engine:
             self.buffers.settle(void if self.policy.guard.restore_buffers else False)
 
     def finish_step(
-        self, grads: Sequence[OptimizerGrads], flags: StepFlags[Any], result: StepResult,
-        skipped: Sequence[float] | None, *, is_said_at_once: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        grads: Sequence[OptimizerGrads],
+        flags: StepFlags[Any],
+        result: StepResult,
+        skipped: Sequence[float] | None,
+    ) -> None:
         """Close the step: loss scale, counters, and who waits for steps that were taken.
 
-        Where the host knows who `skipped`, callbacks are called and a StoppedRun is raised: now, or else when the next step begins.
-
+        Where the host had to know who `skipped`, callbacks are called, and a StoppedRun is raised now; else when the next step begins.
         Writes: the loss scale. Syncs: no.
         """
         self.num_steps, self.result = self.num_steps + 1, result
@@ -355,7 +357,7 @@ class Engine:
             self.replay.close()
         if self.consensus is not None:
             self._compare_ranks(self.consensus, grads)
-        if skipped is not None and is_said_at_once:
+        if skipped is not None:
             applied = {id(one.optimizer): not skip for one, skip in zip(grads, skipped, strict=True)}
             for function, optimizer in self.callbacks:
                 if all(applied.values()) if optimizer is None else applied.get(id(optimizer), False):

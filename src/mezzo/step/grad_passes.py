@@ -37,7 +37,6 @@ def measure_flush(
 
     The backward pass runs once more, before the block, inside `probing`, on a loss that is much larger: an element that is finite and
     not zero there, and zero after the block, was flushed. Nothing is measured where a graph cannot be run twice.
-
     Writes: `pending`, which takes the share. Syncs: no.
     """
     whole = [p for p in params if p.requires_grad and not is_dtensor(p)]
@@ -60,7 +59,6 @@ def true_gradients(params: Sequence[Tensor], scale: Tensor | None) -> Iterator[N
     """Have `.grad` hold the true gradients inside the block, divided by the scale that they carry, if any.
 
     fp16 gradients are replaced by fp32 ones inside the block, since dividing in fp16 would flush the small ones.
-
     Writes: gradients. Syncs: no.
     """
     if scale is None:
@@ -178,6 +176,7 @@ class GradStats:
 
     Attributes:
         params: that had gradients.
+        names: what errors call each.
         norms: of each optimizer's gradients, each of shape (number of gradients,), fp32, or as many numbers: the norm of each.
         counts: as `norms`, int64: inf and NaN in each, where they were counted in the step.
         stamps: of each gradient as it was, by the parameter's id.

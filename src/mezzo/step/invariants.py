@@ -47,6 +47,7 @@ class Before:
 
     Attributes:
         raw_square: the sum of squares of the scaled gradients of all optimizers, in fp64; None where parts of them lie on other ranks.
+        rates: the learning rate of each group.
         sums: checksum of each parameter that has a gradient, and of each tensor in the optimizers' state.
         samples: the first elements of some parameters' masters, and whether their gradient is not 0.
     """

@@ -52,7 +52,7 @@ class _Call:
     """One forward, by reference.
 
     Attributes:
-        module: the root, or a module that was called without it.
+        module: the root, or a module that was called without it, with `args` and `kwargs`.
         random: states of the generators before it.
         versions: of the tensors among the arguments.
         stack: file, line and function of what called it, the nearest first.

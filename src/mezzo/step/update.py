@@ -210,7 +210,6 @@ def true_grads_for(optimizer: Optimizer, grads: Sequence[Tensor], scaling: StepS
 
     Those of mezzo and torch's fused ones read scale, clipping and skipping by themselves; for any other the
     gradients are unscaled and clipped in place, and whether it may step is decided already.
-
     Writes: attributes of the optimizer for the length of the block, or the gradients. Syncs: no.
     """
     if not is_fused(optimizer):
@@ -260,7 +259,6 @@ def update_(
 
     Where the host does not know who `skipped`, the optimizers decide on the device. With `skip` "independent" the gradients of each are
     clipped by their own norm. `pending` takes note if the step ends halfway: a StepError where another optimizer had taken its step by then.
-
     Writes: weights and state, and the gradients of some. Syncs: no.
     """
     scale = pending.scale
@@ -362,9 +360,7 @@ def _names(grads: Sequence[OptimizerGrads]) -> str:
 def move_scale_(state: LossScale, flags: StepFlags[Any], config: ScalingConfig) -> None:
     """Move the loss scale after a step; leave it where it was not to blame.
 
-    The state is written in place, so that a captured CUDA graph finds in each replay what the last one left.
-
-    Writes: `state`. Syncs: no.
+    The state is written in place, so that a captured CUDA graph finds in each replay what the last one left. Writes: `state`. Syncs: no.
     """
     vector = flags.vector
     in_one_launch = None if vector is None else choose("decision", vector.device, torch.float32).module.move_scale_
