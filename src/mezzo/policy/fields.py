@@ -239,7 +239,12 @@ class PolicyFields:
         if isinstance(self.ops, str):
             object.__setattr__(self, "ops", OpRules(table=self.ops))
         check_kinds(self)
-        self._check_parts()
+        check(isinstance(self.ops, OpRules), f"ops={shown(self.ops)} must be OpRules, or the name of an op table.")
+        check(isinstance(self.modules, tuple) and all(isinstance(rule, ModuleRule) for rule in self.modules),
+              f"modules={shown(self.modules)} must be a tuple of ModuleRule.")  # fmt: skip
+        check(self.scaling is None or isinstance(self.scaling, ScalingConfig),
+              f"scaling={shown(self.scaling)} must be a ScalingConfig or None.")  # fmt: skip
+        check(isinstance(self.guard, GuardConfig), f"guard={shown(self.guard)} must be a GuardConfig.")
         if self.params in LOW_DTYPES:
             check(self.master != "none",
                   f"params={dtype_name(self.params)} with master=none loses small updates; "
@@ -251,14 +256,6 @@ class PolicyFields:
         check(not (self.reduce is FP8 and self.scaling is not None and self.scaling.dynamic),
               "reduce=fp8 sends in one step what rounding took away in the one before, which a loss scale that moves would make "
               "wrong; write scaling=none, as bf16 needs it, or reduce=bf16.")  # fmt: skip
-
-    def _check_parts(self) -> None:
-        check(isinstance(self.ops, OpRules), f"ops={shown(self.ops)} must be OpRules, or the name of an op table.")
-        check(isinstance(self.modules, tuple) and all(isinstance(rule, ModuleRule) for rule in self.modules),
-              f"modules={shown(self.modules)} must be a tuple of ModuleRule.")  # fmt: skip
-        check(self.scaling is None or isinstance(self.scaling, ScalingConfig),
-              f"scaling={shown(self.scaling)} must be a ScalingConfig or None.")  # fmt: skip
-        check(isinstance(self.guard, GuardConfig), f"guard={shown(self.guard)} must be a GuardConfig.")
 
     @property
     def op_rules(self) -> OpRules:

@@ -52,8 +52,7 @@ ALIASES: Mapping[str, str] = MappingProxyType(
 _FP8 = "mezzo computes in fp32, fp16 or bf16; write bf16, and for fp8 weights torchao beside it"
 _INSTEAD = {
     **dict.fromkeys(
-        ("amp", "mixed", "apex", "native"),
-        "write bf16, or fp16 where the device has no bf16; auto decides",
+        ("amp", "mixed", "apex", "native"), "write bf16, or fp16 where the device has no bf16; auto decides"
     ),
     **dict.fromkeys(("float8", "e4m3", "e5m2", "transformer-engine", "int8"), _FP8),
     "16": "write fp16, or fp16-master for weights stored in it",
