@@ -55,13 +55,8 @@ def bind(model: nn.Module, policy: Policy, cache: CacheName = "region") -> Bindi
     binding = Binding(policy=policy, device_type=kinds.pop() if len(kinds) == 1 else None, cache=cache)
     before = [bound.binding for module in names if (bound := record(module)) is not None]
     binding.widens = not policy.is_low and any(one.widens or one.policy.params in LOW_DTYPES for one in before)
-    _bind_all(model, names, binding)
+    rebind(model, binding)
     return binding
-
-
-def rebind(model: nn.Module, binding: Binding) -> None:
-    """Bind the modules that a bound model has now, after some came or went. Writes: as `bind`."""
-    _bind_all(model, _names(model), binding)
 
 
 def _names(model: nn.Module) -> dict[nn.Module, list[str]]:
@@ -72,7 +67,9 @@ def _names(model: nn.Module) -> dict[nn.Module, list[str]]:
     return names
 
 
-def _bind_all(model: nn.Module, names: dict[nn.Module, list[str]], binding: Binding) -> None:
+def rebind(model: nn.Module, binding: Binding) -> None:
+    """Bind the modules that a model has now, of which some may have come since it was bound. Writes: as `bind`."""
+    names = _names(model)
     own: dict[str, Precision] = {}
     for module, fqns in names.items():
         rules = {fqn: binding.policy.module_rule(fqn, class_names(module)) for fqn in fqns}

@@ -58,19 +58,14 @@ FAMILIES: tuple[Family, ...] = (
         reason="convolution: 16-bit units, products summed in fp32 inside the kernel",
     ),
     _family("convolution", (LOW, NOT_CPU), mezzo=LOW, reason="convolution under its full name"),
-    _family(
-        "cudnn_convolution cudnn_convolution_transpose", (LOW, ("cuda",)), mezzo=LOW, reason="convolution, cuDNN's entry",
-    ),
+    _family("cudnn_convolution cudnn_convolution_transpose", (LOW, ("cuda",)), mezzo=LOW, reason="convolution, cuDNN's entry"),
     _family("_mps_convolution", (LOW, ("mps",)), mezzo=LOW, reason="convolution, Metal's entry"),
     _family("scaled_dot_product_attention", (LOW, ALL), mezzo=LOW, reason="attention: two matrix products around a softmax that the kernel keeps in fp32"),
     _family("_scaled_dot_product_flash_attention", (LOW, GPU), mezzo=LOW, reason="attention, the flash kernel's entry"),
     _family("_native_multi_head_attention", (LOW, ("cpu",)), mezzo=LOW, reason="attention of the fused encoder layer"),
     _family("prelu", (LOW, ALL), mezzo=LOW, reason="input and weight must agree; nothing is summed"),
     _family("linalg_vecdot", (LOW, ("cuda", "xpu", "cpu")), mezzo=LOW, reason="batched dot product: a matrix product of one row"),
-    _family(
-        "addmv addr mv einsum chain_matmul linalg_multi_dot", (LOW, NOT_CPU), mezzo=LOW,
-        reason="made of matrix products",
-    ),
+    _family("addmv addr mv einsum chain_matmul linalg_multi_dot", (LOW, NOT_CPU), mezzo=LOW, reason="made of matrix products"),
     _family("_addmm_activation", (LOW, ("cpu",)), mezzo=LOW, reason="matrix product with a fused activation"),
     _family("lstm_cell", (LOW, NOT_CPU), mezzo=LOW, reason="two matrix products a step; gates are bounded"),
     _family("gru_cell rnn_tanh_cell rnn_relu_cell _thnn_fused_lstm_cell _thnn_fused_gru_cell", (LOW, GPU), mezzo=LOW, reason="matrix products a step; gates are bounded"),
@@ -88,9 +83,7 @@ FAMILIES: tuple[Family, ...] = (
         "grouped_mm _grouped_mm", mezzo=LOW, reason="matrix products of a mixture of experts",
         repair="torch lists it nowhere: fp32 inputs stay fp32 and mixed inputs raise",
     ),
-    _family(
-        "exp expm1 cosh sinh", (FP32, NOT_CPU), mezzo=FP32, reason="grows exponentially: fp16 overflows at x > 11",
-    ),
+    _family("exp expm1 cosh sinh", (FP32, NOT_CPU), mezzo=FP32, reason="grows exponentially: fp16 overflows at x > 11"),
     _family("log log10 log1p log2 logsumexp", (FP32, NOT_CPU), mezzo=FP32, reason="steep near 0, where 16-bit inputs have flushed"),
     _family("acos asin erfinv tan", (FP32, NOT_CPU), mezzo=FP32, reason="derivative without bound inside its domain"),
     _family("reciprocal rsqrt", (FP32, NOT_CPU), mezzo=FP32, reason="a small 16-bit input gives an infinite result"),
@@ -178,9 +171,7 @@ FAMILIES: tuple[Family, ...] = (
         repair="torch raises on CUDA for 16-bit inputs",
     ),
     _family("pinverse", (FP32, ("cpu",)), mezzo=FP32, reason="matrix decomposition: no 16-bit kernel", repair="torch raises on CUDA for 16-bit inputs"),
-    _family(
-        "linalg_matrix_sqrth", (FP32, ("cuda", "cpu")), mezzo=FP32, reason="matrix decomposition: no 16-bit kernel",
-    ),
+    _family("linalg_matrix_sqrth", (FP32, ("cuda", "cpu")), mezzo=FP32, reason="matrix decomposition: no 16-bit kernel"),
     _family("trace", (FP32, ("cpu",)), mezzo=FP32, reason="sums many terms", repair="torch leaves it in 16 bit on CUDA"),
     _family(
         "fft_fft fft_fft2 fft_fftn fft_hfft fft_ifft fft_ifft2 fft_ifftn fft_ihfft fft_irfft fft_irfft2 fft_irfftn fft_rfft "
