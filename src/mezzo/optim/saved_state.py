@@ -47,8 +47,7 @@ def check_saved(part: str, saved: Any, optimizer: Optimizer) -> None:
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     if not isinstance(groups, Sequence) or not all(isinstance(g, Mapping) and _has_params(g) for g in groups):
         refuse(part, f"has no param_groups with params, and {type(optimizer).__name__} has {len(sizes)} groups")
-    if [len(group["params"]) for group in groups] != sizes:
-        found = [len(group["params"]) for group in groups]
+    if (found := [len(group["params"]) for group in groups]) != sizes:
         refuse(
             f"{part}.param_groups",
             f"hold a different number of parameter groups or params: {len(found)} groups with {found} params, and this "

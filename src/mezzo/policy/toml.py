@@ -138,15 +138,13 @@ def load(path: str | os.PathLike[str]) -> PolicyFields:
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(_LONGEST + 1)
-        check(len(text) <= _LONGEST, f"the policy file '{path}' has more than {_LONGEST:,} characters, and no policy has so many.")  # fmt: skip
-        document = tomllib.loads(text)
-        check(bool(document), f"the policy file '{path}' sets nothing. Write preset = 'fp32' in it if fp32 is meant.")
-    except PolicyError:
-        raise
+        document = tomllib.loads(text) if len(text) <= _LONGEST else {}
     except OSError as error:
         raise PolicyError(f"cannot read the policy file '{path}': {error.strerror or error}.") from error
     except (ValueError, RecursionError) as error:  # both tomllib.TOMLDecodeError and UnicodeDecodeError
         raise PolicyError(f"the policy file '{path}' is not TOML: {error}.") from error
+    check(len(text) <= _LONGEST, f"the policy file '{path}' has more than {_LONGEST:,} characters, and no policy has so many.")  # fmt: skip
+    check(bool(document), f"the policy file '{path}' sets nothing. Write preset = 'fp32' in it if fp32 is meant.")
     try:
         return from_document(document)
     except PolicyError as error:
