@@ -187,10 +187,7 @@ def memory_order(tensor: Tensor) -> Order:
 
 
 def aligned(tensors: Sequence[Tensor], orders: Sequence[Order]) -> Sequence[Tensor]:
-    """Return views of tensors of one dtype, dimensions reordered, complex ones as pairs of real numbers.
-
-    Of sharded tensors the parts that lie on this rank. Syncs: no.
-    """
+    """Return views of tensors of one dtype, of sharded ones the parts on this rank: dimensions reordered, complex numbers as pairs of real ones. Syncs: no."""
     tensors = local_tensors(tensors)
     if any(orders):
         tensors = [t if order is None else t.permute(order) for t, order in zip(tensors, orders, strict=True)]

@@ -120,10 +120,7 @@ def step_by_closure(engine: Engine, closure: Closure, optimizer: Optimizer | Non
 
 
 def _evaluate_again(engine: Engine, optimizer: Optimizer, closure: Closure, scale: float) -> None:
-    """Evaluate a closure as its step did, up to the evaluation that met inf or NaN, and take the step back.
-
-    Writes: what it gives back. Syncs: at each evaluation.
-    """
+    """Evaluate a closure as its step did, up to the evaluation that met inf or NaN, and take the step back. Writes: what it gives back. Syncs: each time."""
     put_back = _remember(optimizer)
 
     def evaluate() -> Any:

@@ -162,10 +162,7 @@ class Engine:
             raise self.recovery.explained(stop, self.consensus)
 
     def check_before_step(self) -> None:
-        """Do as `check`; the step in the making, which is not taken, then leaves no trace.
-
-        Writes: if it raises, gradients, and buffers that the forward of this step wrote.
-        """
+        """Do as `check`; the step in the making then leaves no trace. Writes: if it raises, gradients, and buffers that the forward of this step wrote."""
         self.refuse_capture("amp.step()")
         stop = self._stop()
         if stop is not None:

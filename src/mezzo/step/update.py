@@ -63,10 +63,7 @@ def is_owned(optimizer: Optimizer) -> bool:
 
 
 def forbid_direct_steps(optimizer: Optimizer, engine: _Steps, stepper: object) -> None:
-    """Have an optimizer refuse `step()` unless a stepper's engine calls it, for as long as the engine lives.
-
-    An optimizer that is prepared again belongs to the new stepper.
-    """
+    """Have an optimizer refuse `step()` unless the engine of the stepper that it was last prepared for calls it, for as long as that lives."""
     reference = weakref.ref(engine)
 
     def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -97,10 +94,7 @@ def allow_direct_steps(optimizer: Optimizer) -> None:
 
 
 def decides_on_device(optimizer: Optimizer) -> bool:
-    """Whether a step can be left out, or undone, on the device, so that the host need not know. Host only.
-
-    Not if there are hooks, which would run after steps that did not happen.
-    """
+    """Whether a step can be left out, or undone, on the device, so that the host need not know: not where hooks would run after one that did not happen. Host only."""
     # The global hooks of torch.profiler and of mezzo's cache only take note; anybody else's may count steps.
     everywhere = (*global_pre_hooks.values(), *global_post_hooks.values())
     if any([hook.__module__.partition(".")[0] not in ("torch", "mezzo") for hook in everywhere]):
