@@ -223,7 +223,7 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def store_(model: nn.Module, values: Mapping[Tensor, Tensor]) -> None:
-    """Give parameters, which keep their identity, other tensors to be stored in, of any dtype; sharded ones by way of their modules. Writes: their storage. Syncs: no."""
+    """Give parameters, which keep their identity, other tensors to be stored in; sharded ones by way of their modules. Writes: their storage. Syncs: no."""
     if any(is_dtensor(p) for p in values):
         apply_to_tensors_(model, lambda tensor: values.get(tensor, tensor))
     for p, value in values.items():

@@ -33,7 +33,7 @@ def refuse_joining(joined: object, call: str) -> None:
 
 
 class ReplicaWrapper(Wrapper):
-    """Whole copies of a model on all ranks, held equal by averaging their gradients: by `reducer`; None where another hook of the wrapper, or torch itself, does it."""
+    """Whole copies of a model on all ranks, held equal by averaging gradients: by `reducer`; None where another hook, or torch itself, does it."""
 
     compares_models = True
 

@@ -182,7 +182,7 @@ class Group:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Turn the error of a rank that ended or did not answer in time, inside the block, into a DistributedError that names it; so too that of a wrapper that is used otherwise than torch can."""
+        """Turn the error, in the block, of a rank that ended or did not answer into a DistributedError that names it, and that of a wrapper used wrong into one that says how."""
         started = time.monotonic()
         try:
             yield

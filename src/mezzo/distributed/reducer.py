@@ -86,7 +86,7 @@ class Accumulator:
             self._sums[param] = before
 
     def take(self, param: Tensor) -> Tensor | None:
-        """Return the sum of a parameter's earlier micro-batches, once, when the last is in the emptied gradient: its shape, fp32. None if there were none. Host only."""
+        """Return, once, the sum in fp32 of a parameter's micro-batches before the last, which is in the emptied gradient; None if there were none. Host only."""
         before = self._sums.pop(param, None)
         return None if before is None else before.value
 

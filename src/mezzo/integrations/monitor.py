@@ -29,7 +29,7 @@ _WIDTH = 1024
 
 
 class _Sample:
-    """Gradients of one step before it is taken, and weights, to see what becomes of them: fp32 ones, since a 16-bit weight has a master, which keeps what it cannot hold. Syncs: no."""
+    """Gradients of a step before it is taken, and fp32 weights, to see what becomes of them: 16-bit ones have masters, which keep what they cannot hold. Syncs: no."""
 
     def __init__(self, amp: Stepper) -> None:
         params = [p for p in amp.model.parameters() if p.grad is not None and p.numel()]

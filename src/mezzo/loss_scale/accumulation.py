@@ -115,7 +115,7 @@ class GradVersions:
             return self.changed(params, lambda g: None if g.is_inference() else version(g))
 
     def edited(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """Return the parameters whose gradient has, or may have, other values than the one noted; a write that changed none is noted too. Syncs: only if any was written."""
+        """Return the parameters whose gradient has, or may have, other values than noted; writes that changed none are noted. Syncs: only if any was written."""
         changed = self.changed(params)
         edited = [p for p in changed if not self._sums.is_harmless(p)]
         if changed and not edited:

@@ -85,7 +85,7 @@ def _replace(param: Tensor, grad: Tensor | None, dtype: torch.dtype = torch.floa
 
 
 def add_up_parts_(params: Iterable[Tensor]) -> bool:
-    """Add up gradients of which each rank of a mesh has one term, as sequence parallelism leaves those of norms; return whether there were any. Writes: `.grad`. Syncs: as `redistribute`."""
+    """Add up gradients that lie on a mesh in terms, as sequence parallelism leaves those of norms; return whether any did. Writes: `.grad`. Syncs: as `redistribute`."""
     held = [(p, p.grad) for p in params if is_dtensor(p) and p.grad is not None]
     partial = [(p, grad) for p, grad in held if is_dtensor(grad) and grad.placements != p.placements]
     for p, grad in partial:
@@ -135,7 +135,7 @@ def check_inputs(call: str, inputs: Any) -> list[Tensor]:
 
 @torch.no_grad()
 def clamp_(grads: Iterable[Tensor], clip_value: float, scale: Tensor | None) -> None:
-    """Clamp gradients, which may carry a scale, to a true value in both directions; a StepError for complex ones, which have no order. Writes: `grads`. Syncs: no."""
+    """Clamp gradients, which may carry a scale, to a true value in both directions; a StepError for complex ones. Writes: `grads`. Syncs: no."""
     distinct = list(_distinct(grads))
     if any(grad.is_complex() for grad in distinct):
         raise StepError(

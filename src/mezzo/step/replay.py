@@ -159,7 +159,7 @@ class Replay:
                 self._now.outside = self._now.outside or (found if found.sentence else None)
 
     def drop(self, *, by_closure: bool = False) -> None:
-        """Forget the step whose gradients were dropped; but not its closure, if that did so, nor forwards without a backward: many loops drop gradients between the two."""
+        """Forget a step whose gradients were dropped; not its closure, if that did it, nor forwards without a backward: many loops drop in between."""
         kept = _Kept(calls=[call for call in self._now.calls if not call.grads])
         if by_closure:
             kept.closure, kept.random = self._now.closure, self._now.random

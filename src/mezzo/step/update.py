@@ -94,7 +94,7 @@ def allow_direct_steps(optimizer: Optimizer) -> None:
 
 
 def decides_on_device(optimizer: Optimizer) -> bool:
-    """Whether a step can be left out, or undone, on the device, so that the host need not know: not where hooks would run after one that did not happen. Host only."""
+    """Whether a step can be left out, or undone, on the device: not where hooks would run after one that did not happen. Host only."""
     # The global hooks of torch.profiler and of mezzo's cache only take note; anybody else's may count steps.
     everywhere = (*global_pre_hooks.values(), *global_post_hooks.values())
     if any([hook.__module__.partition(".")[0] not in ("torch", "mezzo") for hook in everywhere]):
