@@ -71,27 +71,27 @@ def check_optimizers(optimizers: Sequence[Optimizer], policy: Policy, names: Map
                 f"{len(frozen)} of {len(trainable)} trainable parameters ({listed(frozen)}) are or would be stored as torch.inference_mode() "
                 "makes tensors, which no step may write. Make the model and prepare it outside of that block."
             )
-        low = {names[p]: p.dtype for p in trainable if p.dtype in LOW_DTYPES}
         if keeps_masters(optimizer):
             _check_masters(optimizer, policy)
-        elif low:
+            continue
+        kind = type(optimizer).__name__
+        if low := {names[p]: p.dtype for p in trainable if p.dtype in LOW_DTYPES}:
             masters = "fp16-master" if torch.float16 in low.values() else "bf16-master"
             raise MasterError(
                 f"{len(low)} of {len(trainable)} trainable parameters are 16 bit ({listed(list(low))}), and "
                 f"policy={policy!s} keeps no masters of them: updates smaller than half their spacing vanish. "
                 f"Write policy='{masters}', or model.float() before prepare, to keep trainable weights in fp32."
             )
-        elif policy.params in LOW_DTYPES:
+        if policy.params in LOW_DTYPES:
             # `adopt` gives masters to all but the parts of what a ZeroRedundancyOptimizer divides.
-            kind = type(optimizer).__name__
             raise MasterError(
                 f"the policy stores weights in {dtype_name(policy.params)} with master={policy.master}, and ZeroRedundancyOptimizer "
                 f"divides {kind}, which keeps no masters. Write ZeroRedundancyOptimizer(..., optimizer_class=mezzo.optim."
                 f"{kind if kind in ('Adam', 'SGD') else 'AdamW'}, master='{policy.master}'), or keep weights in fp32 (params=fp32)."
             )
-        if policy.state is not torch.float32 and not keeps_masters(optimizer):
+        if policy.state is not torch.float32:
             raise PolicyError(
-                f"the policy declares state={dtype_name(policy.state)}, and {type(optimizer).__name__} stores moments in "
+                f"the policy declares state={dtype_name(policy.state)}, and {kind} stores moments in "
                 f"the dtype of the weights. Write mezzo.optim.AdamW(..., state_dtype={policy.state}), or state=fp32 in "
                 "the policy."
             )

@@ -63,8 +63,6 @@ class Slot:
     def leave(self, assigned: bool = False) -> None:
         """Take the buffer as it is for the last that is known of it; another tensor is `assigned` if a forward put it there. Host only."""
         buffer = self.buffer
-        if buffer is not None and self.dtype is not None and self.left is not None and self.left.is_current(buffer):
-            return
         is_another = buffer is not None and (self.left is None or not self.left.is_of(buffer))
         if buffer is not None and (self.dtype is None or (assigned and is_another)):
             self.dtype = buffer.dtype
