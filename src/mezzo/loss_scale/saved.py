@@ -101,18 +101,15 @@ def given_scale(value: float | Tensor, config: ScalingConfig) -> tuple[Tensor, S
 
     A ScalerError unless it is one positive number within floor and ceiling; a tensor on an accelerator is not read.
     """
-    ceiling = math.inf if config.max_scale is None else config.max_scale
-    what = describe(value)
-    is_valid = is_readable = not isinstance(value, Tensor)
+    is_one = is_readable = not isinstance(value, Tensor)
     if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
-        is_valid = value.numel() == 1 and value.is_floating_point() and not value.requires_grad
-        is_readable = value.device.type in ("cpu", "meta")
-    number = number_of(value) if is_valid and is_readable and not isinstance(value, bool) else math.nan
-    floor = floor_under(number, config.min_scale)
-    if is_valid and is_readable:
-        what = f"{number:g}" if is_number(number, -math.inf, math.inf) else what
-        is_valid = is_number(number, SMALLEST) and floor <= number <= ceiling
-    if not is_valid:
+        is_one = value.numel() == 1 and value.is_floating_point() and not value.requires_grad
+        is_readable = is_one and value.device.type in ("cpu", "meta")
+    number = number_of(value) if is_readable and not isinstance(value, bool) else math.nan
+    floor, ceiling = floor_under(number, config.min_scale), math.inf if config.max_scale is None else config.max_scale
+    is_in_range = is_number(number, SMALLEST) and floor <= number <= ceiling
+    if not is_one or (is_readable and not is_in_range):
+        what = f"{number:g}" if is_number(number, -math.inf, math.inf) else describe(value)
         raise ScalerError(
             f"update() got new_scale={what}. Pass a positive number, or a floating tensor of one element without a "
             f"graph, within min_scale={config.min_scale:g} and max_scale={config.max_scale}."
