@@ -121,11 +121,10 @@ class Binding:
 
     def kept_region(self, dtype: torch.dtype | None, cache: CacheName) -> autocast:
         """Return a region, made once: entered again each time, it keeps what it is inside of by thread."""
-        region = None if is_compiling() else self._regions.get((dtype, cache))
-        if region is None:
-            region = autocast(self.device_type, dtype, policy=self._op_rules, cache=cache)
-            if not is_compiling():
-                self._regions[dtype, cache] = region
+        found = None if is_compiling() else self._regions.get((dtype, cache))
+        region = found or autocast(self.device_type, dtype, policy=self._op_rules, cache=cache)
+        if not is_compiling():
+            self._regions[dtype, cache] = region
         return region
 
     def resumed(self) -> autocast:
@@ -373,9 +372,8 @@ def bound_class(original: type[nn.Module], traced_key: str, rule: Precision) -> 
     kept = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
     own = {RECORD: None, "forward": forward, "__reduce_ex__": reduce, "_mezzo_class": original}
     own |= {**replaces_tensors(original, _convert), **REFUSALS}
-    base = (
-        nn.Module if hasattr(original.__init_subclass__, "__func__") else original
-    )  # whose registry is told of none of ours
+    # A registry of the class is told of none of ours.
+    base = nn.Module if hasattr(original.__init_subclass__, "__func__") else original
     subclass: type[nn.Module] = type(original)(original.__name__, (base,), {**kept, **own})  # type: ignore[misc]  # of its metaclass
     subclass.__bases__ = (original,)
     return subclass
