@@ -14,7 +14,7 @@ import mezzo
 from mezzo.errors import DistributedError, InvariantError
 from mezzo.kernels.weights import CHUNK_NUMEL
 from mezzo.step import engine, gradients
-from mezzo.step.invariants import _is_ruined
+from mezzo.step.invariants import _has_nonfinite
 
 
 def run(amp: mezzo.Stepper, fault: float = 1.0) -> mezzo.StepResult:
@@ -324,12 +324,12 @@ def test_a_look_makes_no_copy_of_what_it_looks_at() -> None:
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.complex64])
-def test_what_is_ruined_is_seen_wherever_it_is(dtype: torch.dtype, value: float) -> None:
+def test_what_is_not_finite_is_seen_wherever_it_is(dtype: torch.dtype, value: float) -> None:
     tensor = torch.randn(CHUNK_NUMEL // 8, 9).to(dtype)
-    assert not _is_ruined(tensor)
-    assert not _is_ruined(tensor[:0])
+    assert not _has_nonfinite(tensor)
+    assert not _has_nonfinite(tensor[:0])
     for at in (0, 31, tensor.numel() - 1):
         spoiled = tensor.clone()
         spoiled.view(-1)[at] = value
-        assert _is_ruined(spoiled)
-        assert _is_ruined(spoiled.t())
+        assert _has_nonfinite(spoiled)
+        assert _has_nonfinite(spoiled.t())

@@ -24,7 +24,7 @@ from .buffers import Buffers
 from .foreign import refuse_stranger
 from .grad_passes import GradStats
 from .gradients import NOTHING, Gradients, OptimizerGrads
-from .invariants import ALWAYS, Invariants, look, looked
+from .invariants import ALWAYS, Invariants, look, unless_out_of_memory
 from .leftovers import refuse_repeated
 from .load_hooks import LoadHooks
 from .ranks import copied_tensors, setup_of, warn_alone, wrapper_around, wrapper_of
@@ -254,7 +254,7 @@ class Engine:
         skipped = flags.skipped if flags.is_known else result.flags().skipped if by_host else None
         self.settle_buffers(flags, skipped)
         is_due = self._is_due and not self.is_captured
-        before = looked(lambda: look(grads, self.names), self.num_steps + 1) if is_due else None
+        before = unless_out_of_memory(lambda: look(grads, self.names), self.num_steps + 1) if is_due else None
         if before is not None and self.consensus is not None and self.consensus.has_parts:
             before.raw_square = None  # the norm of the step is that of all ranks
         pending, self.is_stepping = self.gradients.pending, True
@@ -271,7 +271,7 @@ class Engine:
             self.check()
             warn_of_replaced(self.root)
             given = before, grads, result.flags(), self.num_steps, self.report, self.recovery.rate_to_blame
-            looked(lambda: self._invariants.check(*given), self.num_steps)
+            unless_out_of_memory(lambda: self._invariants.check(*given), self.num_steps)
         return result
 
     def announce(self, optimizer: Optimizer | None, clip: Clip) -> None:

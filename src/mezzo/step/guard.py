@@ -13,7 +13,7 @@ from ..kernels import LateNorm
 from ..loss_scale import LossScale
 from ..policy import GuardConfig, ScalingConfig
 from ..read_only import read_only
-from .invariants import looked
+from .invariants import unless_out_of_memory
 from .result import StepFlags, StepResult
 
 _log = logging.getLogger("mezzo.step")
@@ -311,7 +311,9 @@ class Guard:
             return
         was = self.state.counters
         look = partial(self._nonfinite_weights, result, was.applied > 0)
-        suspects = Suspects(weights=lambda: looked(look, was.seen + 1) or ({}, {}), gradients=result.stats.nonfinite)
+        suspects = Suspects(
+            weights=lambda: unless_out_of_memory(look, was.seen + 1) or ({}, {}), gradients=result.stats.nonfinite
+        )
         after = next_guard(self.state, flags, suspects, self.config, self.scaling, self.floor)
         del self._unread[0]  # not before: what is interrupted is read again
         self.become(after)

@@ -80,8 +80,8 @@ def look(grads: Sequence[OptimizerGrads], names: Mapping[Tensor, str]) -> Before
     )
 
 
-def looked(find: Callable[[], T], step: int) -> T | None:
-    """Return what one of the looks at a step finds; None where memory runs out, which is said and costs no step."""
+def unless_out_of_memory(find: Callable[[], T], step: int) -> T | None:
+    """Return what a look at a step finds; None where memory runs out, which is said and costs no step."""
     try:
         return find()
     except Exception as error:
@@ -119,13 +119,13 @@ class Invariants:
         # A warm-up begins at a rate of 0; a scheduler that on_applied called has moved the rates since.
         rated = [one for one in stepped if any(before.rates) and any(_rates([one], one.params))]
         written = _written(grads)
-        old, new, squares, norms, kept, wanted, ruined, buffers = read_together(
+        old, new, squares, norms, kept, wanted, nonfinite, buffers = read_together(
             before.sums,
             now,
             square,
             {one.index: one.check.norm for one in rated},
             *_lost_counts(before, rated),
-            {key: _is_ruined(local(tensor)) for key, tensor in written.items()},
+            {key: _has_nonfinite(local(tensor)) for key, tensor in written.items()},
             self._buffers(),
         )
         if squares:
@@ -143,7 +143,7 @@ class Invariants:
             _check_rates(before.rates, _rates(grads))
         refuse_differing(report())
         # Of what is not finite, which is rare, only elements that the step has read.
-        read = [at for at, is_ruined in ruined.items() if is_ruined and count_ruined(written[at], grad=at[0].grad)]
+        read = [key for key, has in nonfinite.items() if has and count_nonfinite(written[key], grad=key[0].grad)]
         names = [".".join(filter(None, (self._names[p], key))) for p, key in read]
         self._check_finite([*names, *(name for name, count in buffers.items() if count)], grads, rate_to_blame)
 
@@ -262,13 +262,13 @@ def _sum_of_squares(grads: Iterable[Tensor]) -> Tensor:
     return torch.stack([square.to(home) for square in squares]).sum()
 
 
-def _is_ruined(tensor: Tensor) -> Tensor:
+def _has_nonfinite(tensor: Tensor) -> Tensor:
     """Return whether a tensor has inf or NaN, by its least and largest element: no mask is made. Shape (). Syncs: no."""
     ends = [torch.aminmax(piece) for (piece,) in chunks(values(tensor)) if piece.numel()]
     return torch.stack([end for pair in ends for end in pair] or [tensor.new_zeros(())]).isfinite().logical_not().any()
 
 
-def count_ruined(tensor: Tensor, is_trained: bool = True, grad: Tensor | None = None) -> Tensor:
+def count_nonfinite(tensor: Tensor, is_trained: bool = True, grad: Tensor | None = None) -> Tensor:
     """Return how many elements of a weight, or of what an optimizer keeps of it, are inf or NaN; of a frozen parameter, which may be a mask, NaN.
 
     Of a sharded one those here, and with its gradient only where that is not 0: the step read no other. Shape (), int64. Syncs: no.

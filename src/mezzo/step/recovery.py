@@ -27,7 +27,7 @@ from ..stamp import version_of
 from .buffers import Buffers
 from .gradients import Gradients
 from .guard import Guard, GuardState
-from .invariants import count_ruined, read_together
+from .invariants import count_nonfinite, read_together
 from .ranks import waits_for_ranks
 from .replay import Replay
 from .result import StepFlags, StepResult
@@ -278,10 +278,10 @@ def _nonfinite_weights(
     other ranks, of which one may ask alone.
     """
     stats = result.stats
-    counts = {names[p]: count_ruined(p, grad=stats.gradient(p)) for p in stats.params}
+    counts = {names[p]: count_nonfinite(p, grad=stats.gradient(p)) for p in stats.params}
     for p in _not_stepped(names, gradients) if result.flags().loss_bad else ():
         if not (was_healthy and untrained.get(p) == version_of(p)):
-            counts[names[p]] = count_ruined(p, p.requires_grad)
+            counts[names[p]] = count_nonfinite(p, p.requires_grad)
     found = read_together(counts, buffers.nonfinite_counts())
     weights, others = ({name: int(count) for name, count in group.items() if count} for group in found)
     return weights, others
