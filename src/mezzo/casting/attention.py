@@ -143,14 +143,15 @@ class AttentionMode(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        inputs, low, is_eager = (query, key, value), torch.get_autocast_dtype("cpu"), not torch.compiler.is_compiling()
-        draws = dropout_p > 0 and draws_faster()
+        inputs, low = (query, key, value), torch.get_autocast_dtype("cpu")
+        given = (*inputs, attn_mask, is_causal, enable_gqa)
+        is_eager, draws = not torch.compiler.is_compiling(), dropout_p > 0 and draws_faster()
         if is_eager and (draws or not dropout_p):
             self.has_met = True
         takes = torch.is_autocast_enabled("cpu") and all(map(is_castable, inputs)) and query.numel() >= SMALLEST
-        if takes and draws and _is_well_formed(*inputs, attn_mask, is_causal, enable_gqa):
+        if takes and draws and _is_well_formed(*given):
             return _dropped(query.to(low), key.to(low), value.to(low), attn_mask, dropout_p, is_causal, scale)
-        takes, given = takes and not dropout_p, (*inputs, attn_mask, is_causal, enable_gqa)
+        takes = takes and not dropout_p
         is_own = takes and self.trains and low is torch.bfloat16 and has_gradients(*given)
         if not (is_own or (takes and is_eager and self._gains(key))):
             return F.scaled_dot_product_attention(

@@ -126,9 +126,8 @@ def check_bools(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) ->
 def check_closure(optimizer: torch.optim.Optimizer, closure: object) -> None:
     """Refuse a closure that cannot be called: a ConfigError. Host only."""
     if not (closure is None or callable(closure)):
-        name = type(optimizer).__name__
         raise ConfigError(
-            f"{name}.step was given {kind_of(closure)} for closure; give a function that returns the loss."
+            f"{type(optimizer).__name__}.step was given {kind_of(closure)} for closure; give a function that returns the loss."
         )
 
 
