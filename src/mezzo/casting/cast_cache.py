@@ -33,7 +33,7 @@ def watch_optimizers() -> None:
 
 
 def _count_as_write(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    """Move the versions of weights that a cast is kept of; all others are none of a cache's concern."""
+    """Move the versions of the weights of which a cast is kept."""
     held = set() if getattr(optimizer, "moves_versions", False) else weight_casts.storages()
     for reference in _caches.valuerefs():  # a list: other threads enter regions meanwhile
         if (cache := reference()) is not None:

@@ -42,7 +42,7 @@ class Codec:
     """In what form gradients are sent, on the way to their sum and from there: in a dtype of 16 bit, as they are."""
 
     multiple = 1
-    """Of which a row's length must be one."""
+    """What the length of a row must be a multiple of."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype

@@ -61,7 +61,7 @@ class Slot:
         return own_buffers(self.module).get(self.key)
 
     def leave(self, assigned: bool = False) -> None:
-        """Take the buffer as it is for the last that is known of it; another tensor is `assigned` if a forward put it there. Host only."""
+        """Take note of the buffer as it is now; another tensor there is `assigned` if a forward put it there. Host only."""
         buffer = self.buffer
         is_another = buffer is not None and (self.left is None or not self.left.is_of(buffer))
         if buffer is not None and (self.dtype is None or (assigned and is_another)):

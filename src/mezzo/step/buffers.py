@@ -42,8 +42,8 @@ class _Forward:
 class Buffers:
     """The buffers of a model, of any dtype, and what the forwards of this step made of them.
 
-    A forward belongs to the step if a backward pass comes through its output. Others, and whoever writes in between,
-    are nobody's step. Copies are taken of what moved, so buffers that are never written cost one copy in all; the
+    A forward belongs to the step if a backward pass comes through its output. Other forwards, and writes in between, belong
+    to no step. Copies are taken of what moved, so buffers that are never written cost one copy in all; the
     statistics of batch norm are copied in every step, and so are buffers that one of the first forwards wrote behind the
     version counter's back, as `buffer.data.mul_(0.9)` does.
 

@@ -61,7 +61,9 @@ class Engine:
         self._skip: Skip = skip
         self.root = innermost(model)
         self.gradients = Gradients(model, self.optimizers, names, policy.loss, by_turns=skip == "independent")
-        self.may_capture = self.gradients.home.type != "cpu"  # asked anew each time, it is a text made anew
+        self.may_capture = (
+            self.gradients.home.type != "cpu"
+        )  # once: each time it is asked for, torch makes the text anew
         self.buffers = Buffers(self.root)
         scaling, home = policy.scaling, self.gradients.home
         self.loss_scale = LossScale(scale=1.0) if scaling is None else LossScale.start(scaling, home)

@@ -157,7 +157,7 @@ class News:
         self._known_loads, self._params, self._versions = self.num_loads, params, versions_of(params)
 
     def signals(self, call: tuple[str, ...], params: Sequence[Tensor], turn: int) -> Signals:
-        """Return what the others are told with a step of these lines, which is the turn of one piece of what each has a whole copy of. Syncs: no."""
+        """Return what other ranks are told with a step: the lines of its call, and a digest of one piece, the next in each turn, of what each holds whole. Syncs: no."""
         is_loaded, is_written = self.num_loads != self._known_loads, versions_of(self._params) != self._versions
         signals = Signals(is_loaded=is_loaded, is_written=is_written, call=call)
         return replace(signals, weights=digest_of_piece(params, turn)) if params else signals
