@@ -68,12 +68,12 @@ def is_unusable(scale: Tensor) -> Tensor:
 
 
 def _grouped(grads: Iterable[Tensor]) -> dict[_Group, list[Tensor]]:
-    groups: dict[_Group, list[Tensor]] = {}
+    groups: dict[tuple[Any, ...], list[Tensor]] = {}
     for grad in grads:
         part = real_values(grad)
         spread = (grad.device_mesh, grad.placements) if is_dtensor(grad) else ()
-        groups.setdefault(_Group(part.device, part.dtype, *spread), []).append(part)
-    return groups
+        groups.setdefault((part.device, part.dtype, *spread), []).append(part)
+    return {_Group(*key): parts for key, parts in groups.items()}
 
 
 def real_values(grad: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def real_values(grad: Tensor) -> Tensor:
     Duplicate indices of an uncoalesced sparse gradient need no merging first: dividing is linear, and where their
     sum overflows only while scaled, dividing before summing is the better result. Syncs: no.
     """
-    grad = local(grad)
+    grad = grad if type(grad) is Tensor else local(grad)
     if grad.layout is torch.sparse_coo:
         grad = sparse_values(grad)
     elif grad.layout is not torch.strided:
