@@ -106,7 +106,8 @@ def given_scale(value: float | Tensor, config: ScalingConfig) -> tuple[Tensor, S
         is_one = value.numel() == 1 and value.is_floating_point() and not value.requires_grad
         is_readable = is_one and value.device.type in ("cpu", "meta")
     number = number_of(value) if is_readable and not isinstance(value, bool) else math.nan
-    floor, ceiling = floor_under(number, config.min_scale), math.inf if config.max_scale is None else config.max_scale
+    floor = floor_under(number, config.min_scale)
+    ceiling = math.inf if config.max_scale is None else config.max_scale
     is_in_range = is_number(number, SMALLEST) and floor <= number <= ceiling
     if not is_one or (is_readable and not is_in_range):
         what = f"{number:g}" if is_number(number, -math.inf, math.inf) else describe(value)

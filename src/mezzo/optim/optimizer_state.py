@@ -165,7 +165,8 @@ def own_state(
     param: Tensor, entry: Mapping[str, Any], names: Sequence[str], group: Mapping[str, Any]
 ) -> dict[str, Tensor]:
     """Return the step count and moments of one parameter as mezzo's optimizers keep them, in fresh memory, from its state here or in torch's. Syncs: no."""
-    dtype, moments = moment_dtype(param, group), {name: entry[name] for name in names if entry.get(name) is not None}
+    dtype = moment_dtype(param, group)
+    moments = {name: entry[name] for name in names if entry.get(name) is not None}
     # torch.optim.SGD counts no steps; that its sum exists says that the first one is over.
     count = torch.as_tensor(entry.get("step", float(bool(moments))), dtype=torch.float32, device=param.device)
     return {"step": count.clone(), **{name: held.to(param.device, dtype).clone() for name, held in moments.items()}}

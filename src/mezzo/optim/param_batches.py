@@ -133,7 +133,8 @@ def batches_of(step: GroupStep, active: Sequence[Active]) -> list[ParamBatch]:
 
 
 def _batch(step: GroupStep, active: Sequence[Active]) -> ParamBatch:
-    group, states, params = step.group, [one.state for one in active], [one.param for one in active]
+    states, params = [one.state for one in active], [one.param for one in active]
+    group = step.group
     orders, mode = [memory_order(param) for param in params], mode_of(params[0], group)
     is_random = mode == "stochastic" or moment_dtype(params[0], group) is torch.bfloat16
     weights = Weights(

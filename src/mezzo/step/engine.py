@@ -253,7 +253,7 @@ class Engine:
         is_healthy = flags.is_known and flags.applied and not flags.flushed  # of which nothing is to be said
         by_device = is_healthy or all([decides_on_device(one.optimizer) for one in grads])
         by_host = bool(self.callbacks) or not by_device
-        skipped = flags.skipped if flags.is_known else result.flags().skipped if by_host else None
+        skipped = result.flags().skipped if flags.is_known or by_host else None
         self.settle_buffers(flags, skipped)
         is_due = self._is_due and not self.is_captured
         before = unless_out_of_memory(lambda: look(grads, self.names), self.num_steps + 1) if is_due else None
@@ -380,8 +380,9 @@ class Engine:
     def before_step(self, optimizer: Optimizer) -> None:
         """Refuse or name the step of an optimizer that was not prepared: see `refuse_stranger`. Host only."""
         if not self.is_stepping:
-            bound, stamps = record(self.root), {} if self.policy.scaling is None else self.gradients.stamps
+            bound = record(self.root)
             is_released = bound is None or bound.binding is not self.recovery.binding
+            stamps = {} if self.policy.scaling is None else self.gradients.stamps
             refuse_stranger(optimizer, self.optimizers, stamps, {} if is_released else self.names)
 
     @contextmanager
