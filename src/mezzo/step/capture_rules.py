@@ -90,25 +90,21 @@ def _plain(option: object) -> object:
 
 def held_tensors(engine: Engine) -> list[Tensor]:
     """Return weights, optimizer state and loss scale. Host only."""
-    entries = [entry.values() for optimizer in engine.optimizers for entry in optimizer.state.values()]
-    state = [value for values in entries for value in values if isinstance(value, Tensor)]
     scale = engine.loss_scale
-    numbers = [n for n in (scale.scale, scale.growth_tracker, scale.skipped_in_a_row) if isinstance(n, Tensor)]
-    return [*engine.names, *state, *numbers]
+    state = [value for one in engine.optimizers for entry in one.state.values() for value in entry.values()]
+    numbers = (scale.scale, scale.growth_tracker, scale.skipped_in_a_row)
+    return [*engine.names, *(held for held in (*state, *numbers) if isinstance(held, Tensor))]
 
 
 def host_values(engine: Engine) -> list[object]:
     """Return what a step may have changed that no replay would: numbers of optimizers, tensors of the host, options."""
-    found: list[object] = []
-    for optimizer in engine.optimizers:
-        for entry in optimizer.state.values():
-            found += [
-                (v.data_ptr(), v.device.type == "cpu" and version(v)) if isinstance(v, Tensor) else _plain(v)
-                for v in entry.values()
-            ]
-        options = [v for group in wrapped_optimizer(optimizer).param_groups for k, v in group.items() if k != "params"]
-        found += [(_plain(v), isinstance(v, Tensor) and version(v)) for v in options]
-    return found
+    state = [value for one in engine.optimizers for entry in one.state.values() for value in entry.values()]
+    kept = [
+        (v.data_ptr(), v.device.type == "cpu" and version(v)) if isinstance(v, Tensor) else _plain(v) for v in state
+    ]
+    groups = [group for one in engine.optimizers for group in wrapped_optimizer(one).param_groups]
+    options = [value for group in groups for name, value in group.items() if name != "params"]
+    return [*kept, *((_plain(v), isinstance(v, Tensor) and version(v)) for v in options)]
 
 
 def changed_value(engine: Engine, watched: Mapping[str, Sequence[object]]) -> str:

@@ -283,12 +283,10 @@ def count_nonfinite(tensor: Tensor, is_trained: bool = True, grad: Tensor | None
 
 def _written(grads: Sequence[OptimizerGrads]) -> dict[StateKey, Tensor]:
     """Return what a step writes and a later one reads: weights with a gradient, their moments and masters. Host only."""
-    written: dict[StateKey, Tensor] = {(p, ""): p.detach() for one in grads for p in one.params}
-    for one in grads:
-        for (p, key), tensor in _state_tensors(one.optimizer).items():
-            if (p, "") in written and key in (*MOMENTS, *AUX_STATE.values()) and tensor.is_floating_point():
-                written[p, key] = tensor
-    return written
+    weights: dict[StateKey, Tensor] = {(p, ""): p.detach() for one in grads for p in one.params}
+    state = {key: tensor for one in grads for key, tensor in _state_tensors(one.optimizer).items()}
+    kept = {(p, k): t for (p, k), t in state.items() if (p, "") in weights and k in (*MOMENTS, *AUX_STATE.values())}
+    return weights | {key: tensor for key, tensor in kept.items() if tensor.is_floating_point()}
 
 
 def _lost_counts(before: Before, grads: Sequence[OptimizerGrads]) -> tuple[dict[Tensor, Tensor], dict[Tensor, Tensor]]:
@@ -333,12 +331,10 @@ def _state_tensors(optimizer: Optimizer) -> dict[StateKey, Tensor]:
 
 def _sums(grads: Sequence[OptimizerGrads], beside_weights: bool = False) -> dict[StateKey, Tensor]:
     """Return a checksum of each parameter with a gradient, and of each tensor in the optimizers' state, or of those only that lie beside weights."""
-    sums = {(p, ""): checksum(local(p)) for one in grads for p in one.params}
-    for one in grads:
-        for key, tensor in _state_tensors(one.optimizer).items():
-            if not beside_weights or key[1] in AUX_STATE.values():
-                sums[key] = checksum(local(tensor))
-    return sums
+    summed: dict[StateKey, Tensor] = {(p, ""): p for one in grads for p in one.params}
+    state = {key: tensor for one in grads for key, tensor in _state_tensors(one.optimizer).items()}
+    summed |= {k: tensor for k, tensor in state.items() if not beside_weights or k[1] in AUX_STATE.values()}
+    return {key: checksum(local(tensor)) for key, tensor in summed.items()}
 
 
 def _useless_options(grads: Sequence[OptimizerGrads]) -> list[str]:
