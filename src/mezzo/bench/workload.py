@@ -131,6 +131,8 @@ class Workload(abc.ABC):
     """Whose steps are timed where it trains."""
     multiples: ClassVar[Mapping[str, int]] = MappingProxyType({})
     """The widths of a head, by the number that is a multiple of it."""
+    label_format: ClassVar[str] = ""
+    """What the one point of a workload of one size is called, with its numbers by name."""
 
     @classmethod
     def for_device(cls, device: torch.device) -> Self:
@@ -171,7 +173,7 @@ class Workload(abc.ABC):
     @property
     def label(self) -> str:
         """What the one point of a workload of one size is called."""
-        raise NotImplementedError
+        return self.label_format.format_map(dataclasses.asdict(self))
 
     def at(self, label: str, axis: str = "", value: float = 0.0, **numbers: object) -> Point:
         """Return the point of this workload at which some of its numbers are others."""

@@ -20,7 +20,7 @@ from ..workload import Point, Session, Setting, Workload, check_known, check_mul
 
 IMPORTS = ("transformers.models.bert.modeling_bert",)
 """What a workload with a BERT loads ahead of its memory's baseline."""
-BERT_HEAD = 64
+HEAD_WIDTH = 64
 ROWS_FOR_TOKENIZER = 4000
 MODES = ("train", "eval")
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -131,7 +131,8 @@ class Text(Workload):
     when_quick: ClassVar = {
         "layers": 1, "width": 64, "batch_size": 2, "tokens": 8, "num_batches": 2, "steps": 2, "vocabulary": 6000,
     }  # fmt: skip
-    multiples: ClassVar = {"width": BERT_HEAD}
+    multiples: ClassVar = {"width": HEAD_WIDTH}
+    label_format: ClassVar = "{layers} x {width}, batch {batch_size} x {tokens}"
 
     layers: int = 12
     width: int = 768
@@ -148,15 +149,10 @@ class Text(Workload):
     variants_kept: ClassVar = ("torch-autocast", "prepare", "prepare-master")
 
     @property
-    def label(self) -> str:
-        """Layers, width, batch and tokens."""
-        return f"{self.layers} x {self.width}, batch {self.batch_size} x {self.tokens}"
-
-    @property
     def size(self) -> BertSize:
         """The model's numbers."""
         return BertSize(
-            layers=self.layers, width=self.width, heads=self.width // BERT_HEAD, vocabulary=self.vocabulary,
+            layers=self.layers, width=self.width, heads=self.width // HEAD_WIDTH, vocabulary=self.vocabulary,
             dropout=self.dropout,
         )  # fmt: skip
 
@@ -207,6 +203,7 @@ class Reviews(Workload):
     tests: ClassVar[tuple[str, ...]] = ("tests/train/test_loop.py", "tests/train/test_train_step.py")
 
     when_quick: ClassVar = {"epochs": 1, "rows": 500}
+    label_format: ClassVar = "{epochs} epochs"
 
     data: str = REVIEWS
     folder: str = "runs/reviews"
@@ -214,11 +211,6 @@ class Reviews(Workload):
     rows: int = 100_000
 
     variants: ClassVar[tuple[str, ...]] = ("fp32", "mezzo-amp")
-
-    @property
-    def label(self) -> str:
-        """Epochs."""
-        return f"{self.epochs} epochs"
 
     def why_not(self, variant: Variant) -> str:
         """Return why the training system does not run as a variant, or nothing if it does."""

@@ -13,7 +13,7 @@ from ..roofline import Phase, bytes_stored
 from ..training import forward, mean_square, repeated
 from ..variant import Variant
 from ..workload import REGION_TESTS, Point, Session, Setting, Workload, check_known
-from .bert import BERT_HEAD, IMPORTS, BertLogits, BertSize, random_tokens
+from .bert import HEAD_WIDTH, IMPORTS, BertLogits, BertSize, random_tokens
 
 MODELS = ("decoder", "bert")
 DECODER_HEAD = 128
@@ -88,7 +88,7 @@ class Inference(Workload):
         "batches": (1, 3), "decoder_width": 256, "decoder_tokens": 5, "bert_layers": 2, "bert_width": 64, "bert_tokens": 7,
         "forwards": 1,
     }  # fmt: skip
-    multiples: ClassVar = {"decoder_width": DECODER_HEAD, "bert_width": BERT_HEAD}
+    multiples: ClassVar = {"decoder_width": DECODER_HEAD, "bert_width": HEAD_WIDTH}
 
     models: tuple[str, ...] = MODELS
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
@@ -119,7 +119,7 @@ class Inference(Workload):
     @property
     def bert(self) -> BertSize:
         """BERT's numbers."""
-        return BertSize(layers=self.bert_layers, width=self.bert_width, heads=self.bert_width // BERT_HEAD)
+        return BertSize(layers=self.bert_layers, width=self.bert_width, heads=self.bert_width // HEAD_WIDTH)
 
     @property
     def forward_width(self) -> int:

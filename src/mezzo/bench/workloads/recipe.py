@@ -58,6 +58,8 @@ class Recipe(Workload):
         "batch_size": 8, "in_size": 16, "out_size": 4, "num_layers": 3, "num_batches": 2, "epochs": 1,
     }  # fmt: skip
 
+    label_format: ClassVar = "{batch_size} x {in_size} x {num_layers}"
+
     batch_size: int = 512
     in_size: int = 4096
     out_size: int = 4096
@@ -69,11 +71,6 @@ class Recipe(Workload):
     variants: ClassVar = ("fp32", "tf32", "torch-amp", "mezzo-autocast", "mezzo-amp")
     variants_kept: ClassVar = ("torch-autocast", "prepare", "prepare-master")
     optimizer: ClassVar = "SGD"
-
-    @property
-    def label(self) -> str:
-        """Batch, width and layers."""
-        return f"{self.batch_size} x {self.in_size} x {self.num_layers}"
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -15,9 +15,8 @@ from ..roofline import Phase, bytes_stored, count_flops
 from ..training import Training, training_session
 from ..variant import Variant
 from ..workload import Session, Setting, Workload, check_multiple
-from .bert import BertLogits, BertSize
+from .bert import HEAD_WIDTH, IMPORTS, BertLogits, BertSize, Text
 
-HEAD = 64
 RIVALS = ("torch-autocast", "torch-amp", "accelerate", "fabric", "flashoptim", "torchao")
 Batch = tuple[Tensor, Tensor]
 
@@ -102,17 +101,13 @@ class TokenSteps(ModelSteps):
     """
 
     when_quick: ClassVar = {"layers": 2, "width": 64, "batch_size": 2, "tokens": 8, "vocabulary": 50, "steps": 1}
-    multiples: ClassVar = {"width": HEAD}
+    multiples: ClassVar = {"width": HEAD_WIDTH}
+    label_format: ClassVar = Text.label_format
 
     layers: int = 6
     width: int = 512
     tokens: int = 128
     vocabulary: int = 8192
-
-    @property
-    def label(self) -> str:
-        """Layers, width, batch and tokens."""
-        return f"{self.layers} x {self.width}, batch {self.batch_size} x {self.tokens}"
 
     def make_batch(self) -> Batch:
         """Return token numbers and the tokens that follow, int64 [batch, tokens] both."""
@@ -134,7 +129,7 @@ class Gpt2(TokenSteps):
         return GPT2LMHeadModel(
             GPT2Config(
                 vocab_size=self.vocabulary, n_positions=self.tokens, n_embd=self.width, n_layer=self.layers,
-                n_head=self.width // HEAD, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+                n_head=self.width // HEAD_WIDTH, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
                 bos_token_id=0, eos_token_id=0,
             )
         )  # fmt: skip
@@ -151,7 +146,7 @@ class Llama(TokenSteps):
         """Return a Llama of the transformers library: two heads share a key and a value where their number is even."""
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        heads = self.width // HEAD
+        heads = self.width // HEAD_WIDTH
         return LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=self.vocabulary, hidden_size=self.width, intermediate_size=self.width * 11 // 4,
@@ -194,7 +189,7 @@ class Lstm(TokenSteps):
 class BertSteps(TokenSteps):
     """Training steps of a small BERT classifier."""
 
-    imports: ClassVar[tuple[str, ...]] = ("transformers.models.bert.modeling_bert",)
+    imports: ClassVar[tuple[str, ...]] = IMPORTS
     on_cuda: ClassVar = {"layers": 12, "width": 768, "tokens": 512, "steps": 20}
 
     layers: int = 4
@@ -204,7 +199,7 @@ class BertSteps(TokenSteps):
     def make_model(self) -> nn.Module:
         """Return a BERT of the transformers library without dropout."""
         return BertLogits(
-            BertSize(layers=self.layers, width=self.width, heads=self.width // HEAD, vocabulary=self.vocabulary)
+            BertSize(layers=self.layers, width=self.width, heads=self.width // HEAD_WIDTH, vocabulary=self.vocabulary)
         )
 
     def make_batch(self) -> Batch:
@@ -243,7 +238,7 @@ class Vit(PictureSteps):
     imports: ClassVar[tuple[str, ...]] = ("transformers.models.vit.modeling_vit",)
     on_cuda: ClassVar = {"layers": 12, "width": 768, "batch_size": 64, "pixels": 224, "labels": 1000, "steps": 20}
     when_quick: ClassVar = {"layers": 2, "width": 64, "batch_size": 2, "pixels": 32, "steps": 1}
-    multiples: ClassVar = {"width": HEAD}
+    multiples: ClassVar = {"width": HEAD_WIDTH}
 
     layers: int = 6
     width: int = 384
@@ -266,7 +261,7 @@ class Vit(PictureSteps):
         from transformers import ViTConfig, ViTForImageClassification
 
         config = ViTConfig(
-            hidden_size=self.width, num_hidden_layers=self.layers, num_attention_heads=self.width // HEAD,
+            hidden_size=self.width, num_hidden_layers=self.layers, num_attention_heads=self.width // HEAD_WIDTH,
             intermediate_size=4 * self.width, image_size=self.pixels, patch_size=self.patch,
         )  # fmt: skip
         config.num_labels = self.labels
@@ -304,14 +299,10 @@ class Resnet(PictureSteps):
 
     on_cuda: ClassVar = {"batch_size": 512, "steps": 20}
     when_quick: ClassVar = {"width": 8, "batch_size": 2, "pixels": 16, "steps": 1}
+    label_format: ClassVar = "18 x {width}, batch {batch_size} x {pixels} x {pixels}"
 
     batch_size: int = 32
     width: int = 64
-
-    @property
-    def label(self) -> str:
-        """Channels, batch and pixels."""
-        return f"18 x {self.width}, batch {self.batch_size} x {self.pixels} x {self.pixels}"
 
     def make_model(self) -> nn.Module:
         """Return four stages of two residual blocks between a convolution and a linear layer."""
