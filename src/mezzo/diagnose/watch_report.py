@@ -319,7 +319,7 @@ def _by_layer(report: WatchReport) -> Block:
 def _history(steps: tuple[StepRecord, ...]) -> list[Block]:
     if not steps:
         return []
-    title, shown = thinned("Loss scale and gradient norm over steps", steps)
+    over_steps, shown = thinned("over steps", steps)
     norms = tuple(math.log2(s.grad_norm) if s.applied and s.grad_norm > 0 else math.nan for s in shown)
     series = (
         Series(name="loss scale", values=tuple(math.log2(s.scale) if s.scale > 0 else math.nan for s in shown)),
@@ -327,10 +327,10 @@ def _history(steps: tuple[StepRecord, ...]) -> list[Block]:
     )
     labels = tuple(str(s.step) for s in shown)
     losses = Series(name="loss", values=tuple(math.nan if s.loss is None else s.loss for s in shown))
+    title = f"Loss scale and gradient norm {over_steps}"
     charts: list[Block] = [Chart(title=title, kind="lines", labels=labels, series=series, unit="log2")]
     if any(math.isfinite(value) for value in losses.values):
-        title, _ = thinned("Loss over steps", steps)
-        charts.append(Chart(title=title, kind="lines", labels=labels, series=(losses,), unit="loss"))
+        charts.append(Chart(title=f"Loss {over_steps}", kind="lines", labels=labels, series=(losses,), unit="loss"))
     return charts
 
 
