@@ -49,28 +49,20 @@ class FlushWatch:
             return
         inherited = next((f for _, t in call.inputs if (f := self._flushes.get(call.original(t))) is not None), None)
         for tensor, value in zip(call.out, wide, strict=True):
-            lost = (tensor == 0) & (value != 0) & value.isfinite()
-            if bool(lost.any()):
-                share = int(lost.sum()) / lost.numel()
-                here = Flush(
-                    site=site,
-                    kernel=call.facts.kernel,
-                    dtype=dtype_name(_NARROW),
-                    share=share,
-                    wide_amax=amax(value[lost]),
-                    constant=None,
-                )
-                # the op that lost most is the one to name
-                is_worse = tensor.dtype is _NARROW and (inherited is None or share > 2 * inherited[0].share)
-                self._flushes.note(tensor, (here, _rescue(value, lost)) if is_worse or inherited is None else inherited)
-                self.wide.put(tensor, value)
-            elif known:
-                self.wide.put(tensor, value)
-                if inherited is not None:
-                    self._flushes.note(tensor, inherited)
-            else:
+            flush, lost = inherited, (tensor == 0) & (value != 0) & value.isfinite()
+            share = int(lost.sum()) / max(1, lost.numel())
+            if not (share or known):
                 self.wide.forget(tensor)
                 self._flushes.forget(tensor)
+                continue
+            # the op that lost most is the one to name
+            if share and (inherited is None or (tensor.dtype is _NARROW and share > 2 * inherited[0].share)):
+                kernel, dtype, top = call.facts.kernel, dtype_name(_NARROW), amax(value[lost])
+                here = Flush(site=site, kernel=kernel, dtype=dtype, share=share, wide_amax=top, constant=None)
+                flush = (here, _rescue(value, lost))
+            self.wide.put(tensor, value)
+            if flush is not None:
+                self._flushes.note(tensor, flush)
 
     def _follow_zeros(self, call: Call, site: Site, tops: list[float]) -> None:
         before = next((s for _, t in call.inputs if (s := self._zeros.get(call.original(t))) is not None), site)
