@@ -11,6 +11,11 @@ import torch
 from ..errors import BenchError, did_you_mean
 from ..formats import dtype_name
 
+_MODULES = {
+    "accelerate": "accelerate", "fabric": "lightning.fabric", "flashoptim": "flashoptim", "torchao": "torchao.optim",
+}  # fmt: skip
+"""What is imported of the libraries that are measured beside torch and mezzo."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
@@ -69,8 +74,7 @@ class Variant:
     @property
     def imports(self) -> tuple[str, ...]:
         """Modules loaded before the memory of a process is watched."""
-        wrapper = {"accelerate": ("accelerate",), "fabric": ("lightning.fabric",)}.get(self.wrapper, ())
-        return (*wrapper, *({"flashoptim": ("flashoptim",), "torchao": ("torchao.optim",)}.get(self.optimizer, ())))
+        return tuple(_MODULES[library] for library in (self.wrapper, self.optimizer) if library in _MODULES)
 
     def missing(self, device: torch.device) -> str:
         """Return why this variant cannot run on a device here, or nothing if it can."""
