@@ -164,23 +164,22 @@ def tests_of(workload: Workload) -> str:
     return "; ".join(_tested(path) for path in workload.tests)
 
 
-def run_one(options: BenchOptions, plan: Plan, workload: Workload, several: dict[str, Any] | None = None) -> Result:
-    """Measure one workload, print it, or put its JSON into that of `several`, and save it. Writes: files, standard output."""
-    open_folder(options.out)
-    tests = tests_of(workload) if options.check else "not run: --no-check"
-    result = measured(workload, plan, tests)
+def json_of_all(results: Sequence[Result]) -> str:
+    """Return one JSON document of results, by workload."""
+    return json.dumps({result.workload: json.loads(result.to_json()) for result in results}, indent=1)
+
+
+def _print_and_save(result: Result, options: BenchOptions, is_alone: bool) -> None:
+    """Print a result, unless its JSON is printed with that of others, and save it. Writes: files, standard output."""
     try:
-        if options.json and several is not None:
-            several[result.workload] = json.loads(result.to_json())
-        elif options.json:
-            print(result.to_json(), end="", flush=True)
-        else:
+        if not options.json:
             print_result(result)
+        elif is_alone:
+            print(result.to_json(), end="", flush=True)
     finally:  # neither a full disk nor a closed pipe loses it
         data, picture = save(result, options.out)
     if not options.json:
         print(f"\n{data}\n{picture}")
-    return result
 
 
 def run(argv: Sequence[str]) -> int:
@@ -189,11 +188,15 @@ def run(argv: Sequence[str]) -> int:
         print(usage("bench WORKLOAD", {name: text for name, (_, text) in WORKLOADS.items()} | _OTHERS) + ".")
         return 0
     name, rest = argv[0], argv[1:]
-    several: dict[str, Any] | None = {} if name == "all" else None
+    asked = [parse(one, rest) for one in (WORKLOADS if name == "all" else (name,))]
+    results: list[Result] = []
     try:
-        for asked in [parse(one, rest) for one in (WORKLOADS if name == "all" else (name,))]:
-            run_one(*asked, several)
+        for options, plan, workload in asked:
+            open_folder(options.out)
+            tests = tests_of(workload) if options.check else "not run: --no-check"
+            results.append(measured(workload, plan, tests))
+            _print_and_save(results[-1], options, is_alone=name != "all")
     finally:  # what failed loses nothing of what was measured before it
-        if several:
-            print(json.dumps(several, indent=1))
+        if name == "all" and options.json and results:
+            print(json_of_all(results))
     return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +26,7 @@ from ..bench import (
 from ..errors import ConfigError
 from ..formats import dtype_name, native_support
 from ..policy import Policy
-from .bench import measured, open_folder, save
+from .bench import json_of_all, measured, open_folder, save
 
 NOT_TESTED = "not run: a demonstration"
 MEANING = """prepare: mezzo.prepare with the policy behind it; kept: the C library keeps what a step frees, for the next (docs/memory.md).
@@ -125,7 +124,7 @@ def run(argv: Sequence[str]) -> int:
         pictures += [options.out / "reviews" / name / "curves.png" for name in Reviews.variants]
     finally:  # what failed loses nothing of what was measured before it
         if results and options.json:
-            print(json.dumps({result.workload: json.loads(result.to_json()) for result in results}, indent=1))
+            print(json_of_all(results))
         elif results:
             _print(results, pictures, parse_device(options.device))
     return 0

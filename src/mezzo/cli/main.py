@@ -31,7 +31,7 @@ class Command:
 
 
 COMMANDS = {
-    "bench": Command("measure fp32, torch.amp and mezzo side by side", ("tyro", "rich")),
+    "bench": Command("measure fp32, torch.amp and mezzo side by side"),
     "demo": Command(
         "the recipe and a text classifier, in fp32 and in AMP, in one table",
         ("tyro", "rich", "matplotlib", "transformers", "sklearn", "snownlp"),
