@@ -80,8 +80,8 @@ class Explanation(Report):
     @property
     def low_share(self) -> float:
         """Share of the floating-point operations of products that run in 16 bit."""
-        flops = [pair for row in self.rows for pair in row.flops]
-        return sum(n for name, n in flops if name in _LOW) / max(1, sum(n for _, n in flops))
+        low = sum(n for row in self.rows for name, n in row.flops if name in _LOW)
+        return low / max(1, sum(self._flops))
 
     @property
     def casts(self) -> int:
