@@ -265,7 +265,10 @@ def is_graphed(forward: object) -> bool:
 
 
 def new_graph(device: torch.device) -> Any:
-    """Return an empty graph of a device: CUDA's own, or that of any accelerator since torch 2.13; a NotImplementedError where there is none. Syncs: no."""
+    """Return an empty graph of a device: CUDA's own, or the one that torch has for any accelerator since 2.13.
+
+    Raises: NotImplementedError: torch has none for it. Syncs: no.
+    """
     if device.type == "cuda":
         return torch.cuda.CUDAGraph()
     kind: Any = getattr(torch.accelerator, "Graph", None)

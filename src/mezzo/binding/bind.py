@@ -43,10 +43,15 @@ class _Own:
 
 
 def bind(model: nn.Module, policy: Policy, cache: CacheName = "region") -> Binding:
-    """Make a policy, its compute dtype decided, part of a model, whose modules stay what they are. One that is bound follows the new policy from now on.
+    """Make a policy, its compute dtype decided, part of a model; a model bound before follows the new policy from now on.
 
-    A PolicyError: a required module rule matches nothing, a module that stands in two places of the model has different rules there, or a
-    forward returns before its body has run. Writes: the class and the record of every module. Syncs: no.
+    Its modules keep their identity, names and state dict.
+
+    Raises:
+        PolicyError: a required module rule matches nothing, a module that stands in two places of the model has
+            different rules there, or a forward returns before its body has run.
+
+    Writes: the class and the record of every module. Syncs: no.
     """
     enter_thread()
     names = _names(model)

@@ -54,11 +54,15 @@ REFUSALS: dict[str, Any] = {
 
 
 def leaves_dtypes(module: nn.Module, function: Callable[[Tensor], Tensor], bound: Any, *, is_running: bool) -> bool:
-    """Return whether a cast of parameters that a stepper trains is to be left out: one by the model's own forward; the log says so once.
+    """Return whether a cast of parameters that a stepper trains is to be left out: one by the model's own forward.
 
-    Routers of mixtures of experts cast their layer to fp32 at each call, and the policy decides in which dtype it runs, as torch.autocast
-    does. A StepError for another dtype outside of a forward, for fp64, or another device with it. Writes: kept casts, which are
-    dropped where torch swaps weights. Host only.
+    Routers of mixtures of experts cast their layer to fp32 at each call. The policy decides in which dtype it runs, as
+    torch.autocast does; the log says so once.
+
+    Raises:
+        StepError: another dtype outside of a forward, fp64, or another device with it, before anything is changed.
+
+    Writes: kept casts are dropped where torch swaps weights. Host only.
     """
     if torch.__future__.get_swap_module_params_on_conversion():  # torch swaps no weight that somebody refers to
         bound.kept = None

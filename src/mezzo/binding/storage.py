@@ -60,9 +60,11 @@ def check_floats(model: nn.Module, policy: Policy) -> None:
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], policy: Policy, names: Mapping[Tensor, str]) -> None:
-    """Refuse trainable weights that are or will be 16 bit and whose optimizer keeps nothing beside them, by a MasterError.
+    """Refuse 16-bit trainable weights without masters, and optimizers that contradict the policy. Host only.
 
-    And, by a PolicyError, weights of inference mode, and optimizers with another master mode or moment dtype than the policy's. Host only.
+    Raises:
+        MasterError: trainable weights are or will be 16 bit, and their optimizer keeps nothing beside them.
+        PolicyError: master mode or moment dtype of an optimizer differ from the policy's; or weights of inference mode.
     """
     for optimizer in map(local_optimizer, optimizers):
         trainable = [p for p in parameters(optimizer) if p.requires_grad]
@@ -129,8 +131,11 @@ def convert_(
     fp32 rules, those that are trainable, or all if there is no optimizer; not of embeddings with sparse gradients. 16-bit weights of modules under an fp32 rule go to
     fp32, since that is what their ops meet, as does what is trained in fp16 under split masters, which are of bf16, and all where a policy without 16 bit follows one with it. Everything else stays as it is. Optimizers get the fp32 values as masters.
 
-    A PolicyError: 16-bit storage for ops that run in fp32, values beyond fp16, or another dtype for parameters that DistributedDataParallel
-    (`is_replicated`) or ZeroRedundancyOptimizer holds already, or whose memory another tensor of the model shows.
+    Raises:
+        PolicyError: 16-bit storage for ops that run in fp32, or another dtype for parameters that
+            DistributedDataParallel (`is_replicated`) or ZeroRedundancyOptimizer holds already, or whose memory another tensor of the model shows;
+            or values beyond fp16.
+
     Writes: the storage of parameters, which keep their identity, and their `grad_dtype` with it; masters. Syncs: for fp16.
     """
     targets = storage_targets(model, policy, optimizers)
@@ -223,7 +228,10 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def store_(model: nn.Module, values: Mapping[Tensor, Tensor]) -> None:
-    """Give parameters, which keep their identity, other tensors to be stored in; sharded ones by way of their modules. Writes: their storage. Syncs: no."""
+    """Give parameters other tensors to be stored in, of any dtype; sharded ones by way of their modules.
+
+    Writes: the storage of parameters, which keep their identity. Syncs: no.
+    """
     if any(is_dtensor(p) for p in values):
         apply_to_tensors_(model, lambda tensor: values.get(tensor, tensor))
     for p, value in values.items():

@@ -184,6 +184,7 @@ def take_index_writes(device_type: str) -> None:
     refuses sums, as torch does; out of place both are widened, as torch's own rule for such ops has it. Weights of samples
     take the dtype of their table of embeddings; products of sparse matrices and quantisation in training run in fp32. Products of
     vectors, `lerp` and comparisons take the widest of their dtypes, and in place that of an fp32 target.
+
     Writes: torch's dispatcher, at its keys of autocast, once for a device. Host only.
     """
     if device_type == "cpu":

@@ -278,7 +278,10 @@ def runs_later(function: object) -> bool:
 
 
 def _is_innermost(frame: _Frame) -> bool:
-    """Whether nothing that was entered inside a region is still there when it is left. Writes: torch's count of nested regions, one lower afterwards."""
+    """Whether nothing that was entered inside a region is still there when it is left.
+
+    Writes: torch's count of nested regions, which is one lower afterwards.
+    """
     is_last = torch.autocast_decrement_nesting() == frame.nesting - 1 and _here.frames[-1] is frame
     return is_last and _innermost_mode() is (frame.mode or frame.outer)
 

@@ -33,7 +33,10 @@ def refuse_joining(joined: object, call: str) -> None:
 
 
 class ReplicaWrapper(Wrapper):
-    """Whole copies of a model on all ranks, held equal by averaging gradients: by `reducer`; None where another hook, or torch itself, does it."""
+    """Whole copies of a model on all ranks, held equal by averaging their gradients.
+
+    By `reducer`; None where the wrapper has another hook, or reduces as torch does again.
+    """
 
     compares_models = True
 

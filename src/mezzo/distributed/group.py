@@ -99,10 +99,15 @@ class Group:
         return self._all_reduce_(tensor, dist.ReduceOp.MAX)
 
     def sum_small(self, tensor: Tensor, *, by_exchange: bool = False) -> Tensor:
-        """Return the sum of a small tensor over the ranks, the same bits on all: contiguous, in one dimension. Syncs: on the CPU, with the slowest rank; else no.
+        """Return the sum of a small tensor over the ranks, the same bits on all, by another collective than gradients are reduced by on the CPU.
 
-        There by another collective than gradients are reduced by, and, `by_exchange`, than weights are gathered by: gloo ends a process where
-        two of one kind meet in different sizes; those of different kinds wait, and are told so.
+        gloo ends a process where two collectives of one kind meet in different sizes; those of different kinds wait, and are told so.
+
+        Args:
+            tensor: contiguous, in one dimension.
+            by_exchange: the ranks may be in `gather` meanwhile.
+
+        Syncs: on the CPU, with the slowest rank; else no.
         """
         if tensor.device.type != "cpu":
             return self.sum_(tensor)
@@ -142,7 +147,10 @@ class Group:
             tensor.copy_(sent.view(tensor.dtype).view_as(tensor))
 
     def average(self, tensor: Tensor) -> torch.futures.Future[list[Tensor]]:
-        """Begin to add a tensor up over the ranks, in place, and return what waits for it; within `timeout` on the CPU. Writes: `tensor`. Syncs: no."""
+        """Begin to add a tensor up over the ranks, in place, and return what waits for it; within `timeout` on the CPU.
+
+        Writes: `tensor`. Syncs: no.
+        """
         options = dist.distributed_c10d.AllreduceOptions()
         if "cpu" in self._devices:
             options.timeout = self.timeout
@@ -182,7 +190,11 @@ class Group:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Turn the error, in the block, of a rank that ended or did not answer into a DistributedError that names it, and that of a wrapper used wrong into one that says how."""
+        """Turn the error of a lost rank inside the block into one that names the rank.
+
+        Raises:
+            DistributedError: a rank ended, or did not answer in time; or a wrapper is used otherwise than torch can.
+        """
         started = time.monotonic()
         try:
             yield
@@ -238,9 +250,12 @@ class Group:
         return bool(first == str(dist.get_rank()).encode())
 
     def missing(self) -> list[int]:
-        """Call the roll in a broken group: return the ranks that do not answer within a grace period; a RuntimeError where the store cannot be reached.
+        """Call the roll in a broken group: return the ranks that do not answer within a grace period.
 
         Every rank that notices the loss calls the roll, and is thereby there.
+
+        Raises:
+            RuntimeError: the store cannot be reached.
         """
         store = group_store(self.handle)
         roll = dist.PrefixStore("mezzo/roll", store)  # type: ignore[attr-defined]  # documented, but not in __all__

@@ -145,11 +145,15 @@ class RankSetup:
 
 
 def handshake(group: Group, own: RankSetup, wrapper: Wrapper, *, has_parts: bool) -> bool:
-    """Compare what ranks were prepared with, and write the first rank's masters over those of the others where its weights were.
+    """Compare declarations, and write the first rank's masters over those of the others where its weights were.
 
-    Returns whether the ranks hold different models: they differ, or are parts, as one of them knows (`has_parts`) or as stages are. A
-    DistributedError on all of them: they were prepared differently. Writes: masters beside parameters that the wrapper copied
-    from the first rank. Syncs: yes.
+    Returns:
+        Whether the ranks hold different models: they differ, or are parts, as one of them knows (`has_parts`) or as stages are.
+
+    Raises:
+        DistributedError: ranks were prepared differently. Raised on all of them.
+
+    Writes: masters beside parameters that the wrapper copied from the first rank. Syncs: yes.
     """
     if own.is_stage and own.replicas and wrapper.compares_models:
         raise DistributedError(

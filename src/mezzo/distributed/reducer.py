@@ -47,8 +47,11 @@ class Accumulator:
     """Keeps what unsynchronised micro-batches add to 16-bit gradients, in fp32, until the gradients are averaged.
 
     DistributedDataParallel wants gradients in the dtype of their weights. A 16-bit sum stops absorbing terms
-    after a few dozen micro-batches, so each is taken out of the gradient as soon as it is there, unless the backward pass under way `is_averaging`:
-    unless it ends in an average over the ranks.
+    after a few dozen micro-batches, so each micro-batch is taken out of the gradient as soon as it is there.
+
+    Args:
+        params: those that are 16 bit are accumulated.
+        is_averaging: whether the backward pass under way ends in an average over the ranks.
 
     Writes: `grad_dtype` of 16-bit parameters, which becomes their own.
     """
@@ -86,7 +89,10 @@ class Accumulator:
             self._sums[param] = before
 
     def take(self, param: Tensor) -> Tensor | None:
-        """Return, once, the sum in fp32 of a parameter's micro-batches before the last, which is in the emptied gradient; None if there were none. Host only."""
+        """Return the sum of a parameter's earlier micro-batches, once: its shape, fp32. None if there were none.
+
+        Called when the last micro-batch has been added to the emptied gradient. Host only.
+        """
         before = self._sums.pop(param, None)
         return None if before is None else before.value
 
@@ -154,7 +160,10 @@ class GradientReducer:
         self.averaged: set[int] = set()
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Average a bucket of gradients: sent as `dtype`, summed in fp32. Writes: the bucket. Syncs: on the CPU, with the slowest rank; else no."""
+        """Average a bucket of gradients: sent as `dtype`, summed in fp32.
+
+        Writes: the bucket. Syncs: on the CPU, with the slowest rank; else no.
+        """
         buffer: Tensor = bucket.buffer()
         is_unrounded = self._loses_nothing(buffer)
         sent = buffer if is_unrounded else self._share(bucket)

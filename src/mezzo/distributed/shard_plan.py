@@ -44,7 +44,10 @@ class ParamDtypes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardGroup:
-    """Modules, by name, the root by "", whose weights, `num_parameters` elements, are gathered in one go; a unit has those that no other group took."""
+    """Modules whose weights, `num_parameters` elements, are gathered in one go.
+
+    They are named, the root by ""; a unit stands for all of its weights that no other group took.
+    """
 
     modules: tuple[str, ...]
     param_dtypes: ParamDtypes

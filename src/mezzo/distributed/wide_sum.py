@@ -171,10 +171,17 @@ class WideSum:
     def start(
         self, group: Group, sent: Tensor, target: Tensor, divisor: int, codec: Codec | None = None
     ) -> torch.futures.Future[Tensor]:
-        """Begin to add a bucket up, and go on with those before it; return what the target will be, or torch's RuntimeError of a rank that is lost.
+        """Begin to add a bucket up, and go on with those before it.
 
-        `sent` and `target`, shape (n,), may be one tensor. What is sent is 16 bit, or fp32 for a `codec` of less; the sum over the `divisor`, which is
-        the mean, goes to the target. Within the limit of the group on the CPU.
+        Args:
+            group: the ranks; its limit holds on the CPU.
+            sent: shape (n,), 16 bit, or fp32 for a codec of less; may be the target.
+            target: shape (n,): takes the mean.
+            divisor: of the sum, which makes it the mean.
+            codec: in what form it is sent; None: as it is, in 16 bit.
+
+        Returns:
+            What the target will be. A rank that is lost raises torch's RuntimeError.
 
         Writes: `target`, and those of buckets before it. Syncs: on the CPU, with the slowest rank for these; else no.
         """
@@ -235,8 +242,10 @@ class WideReduceScatter(ShardCollective):
     ) -> None:
         """Add up one part of all ranks' gradients: `input_tensor`, shape (N P,), has one for each of N ranks; nothing is left under way.
 
-        A ConfigError where torch was told to multiply by a number of the caller's first. Writes: `output_tensor`, shape (P,), in the same 16 bit.
-        Syncs: on the CPU, with the slowest rank; else no.
+        Raises:
+            ConfigError: torch was told to multiply by a number of the caller's first.
+
+        Writes: `output_tensor`, shape (P,), in the same 16 bit. Syncs: on the CPU, with the slowest rank; else no.
         """
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ConfigError(
@@ -267,6 +276,7 @@ class WideReplicas(dist.ProcessGroup):
         """Add up what the ranks have in one dense tensor: as torch's, where torch's would not round in between.
 
         Sums and means, `opts.reduceOp`, are computed here. The transfer that is returned is over, as far as the host is concerned.
+
         Writes: `tensors`. Syncs: on the CPU, with the slowest rank; else no.
         """
         (values,) = tensors

@@ -273,7 +273,8 @@ def check_precision(other: object, policy: PolicyLike) -> None:
 def adopt(accelerator: accelerate.Accelerator, policy: PolicyLike) -> None:
     """Make an Accelerator that somebody else built one that trains under a policy. Writes: its class and scaler.
 
-    A PolicyError: it has a precision of its own, or takes steps in a way that cannot be owned.
+    Raises:
+        PolicyError: it has a precision of its own, or takes steps in a way that cannot be owned.
     """
     check_precision(accelerator.mixed_precision, policy)
     kind = accelerator.distributed_type

@@ -90,9 +90,14 @@ class Adapter:
         return self.result is not None and not self.result.applied
 
     def prepare(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        """Bind the policy to models, one to train and others only to be run, and own the steps of its optimizers; see `mezzo.prepare`.
+        """Bind the policy to models, and own the steps of the optimizers; see `mezzo.prepare`.
 
-        A model may come before its optimizer. A StepError: optimizers of several models, or of none.
+        Args:
+            models: one to train; others are only run. A model may come before its optimizer.
+            optimizers: those of one model.
+
+        Raises:
+            StepError: optimizers of several models, or of none.
         """
         optimizers = [optimizer for optimizer in optimizers if not self.knows(optimizer)]
         is_extended = self._stepper is not None and bool(optimizers)
@@ -199,10 +204,18 @@ class Adapter:
         norm_type: float = 2,
         clip_now: Callable[..., Tensor] = torch.nn.utils.clip_grad_norm_,
     ) -> Tensor:
-        """Clip the gradients of parameters to a norm; return that of the true gradients before, shape (), fp32. inf only measures. Syncs: no.
+        """Clip the gradients of parameters to a norm.
 
-        The step clips those of a whole optimizer, by the norm of 2. `clip_now`, as torch's function, clips others at once, and those that somebody
-        looks at. A StepError: `max_norm` is not positive, `norm_type` no number, or something is no parameter.
+        Args:
+            parameters: of one optimizer, or some of them.
+            max_norm: inf only measures.
+            norm_type: the step clips by 2 alone.
+            clip_now: as torch's function; clips true gradients where the step cannot, and those that somebody looks at.
+
+        Returns:
+            The norm of the true gradients before clipping: shape (), fp32. Syncs: no.
+
+        Raises: StepError: `max_norm` is not positive, `norm_type` no number, or something is no parameter.
         """
         _check_bound("max_norm", max_norm)
         if not is_one_of(norm_type, ("inf",)) and not is_number(number_of(norm_type), -float("inf"), float("inf")):

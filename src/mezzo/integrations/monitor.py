@@ -29,7 +29,10 @@ _WIDTH = 1024
 
 
 class _Sample:
-    """Gradients of a step before it is taken, and fp32 weights, to see what becomes of them: 16-bit ones have masters, which keep what they cannot hold. Syncs: no."""
+    """Gradients of one step before it is taken, and weights, to see what becomes of them. Syncs: no.
+
+    A 16-bit weight of a prepared model has a master, which keeps what the weight cannot hold; fp32 weights do not.
+    """
 
     def __init__(self, amp: Stepper) -> None:
         params = [p for p in amp.model.parameters() if p.grad is not None and p.numel()]

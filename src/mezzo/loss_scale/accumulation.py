@@ -115,7 +115,10 @@ class GradVersions:
             return self.changed(params, lambda g: None if g.is_inference() else version(g))
 
     def edited(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """Return the parameters whose gradient has, or may have, other values than noted; writes that changed none are noted. Syncs: only if any was written."""
+        """Return the parameters whose gradient has other values than the one noted, or may have.
+
+        Writes that change no value are forgiven: the gradients count as noted. Syncs: only if any was written.
+        """
         changed = self.changed(params)
         edited = [p for p in changed if not self._sums.is_harmless(p)]
         if changed and not edited:
@@ -187,7 +190,10 @@ class AccumulationState:
     def run_backward(
         loss: Tensor, retain_graph: bool | None, create_graph: bool, inputs: Sequence[Tensor] | None
     ) -> None:
-        """Do what `loss.backward` does, where nobody sees it without torch's Python around, which takes as long as a small layer. Writes: gradients. Syncs: no."""
+        """Do what `loss.backward` does, without torch's Python around it where nobody sees that: it takes as long as a small layer.
+
+        Writes: gradients. Syncs: no.
+        """
         is_theirs = (Tensor.backward, torch.autograd.backward) == _BACKWARD and type(loss) is Tensor
         is_traced = tracing_state() is not None or functorch_level() is not None
         is_seen = num_function_modes() or num_dispatch_modes() or is_traced

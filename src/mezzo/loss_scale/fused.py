@@ -41,6 +41,7 @@ def handing(optimizer: Optimizer, scaling: StepScaling) -> Iterator[None]:
     """Have an optimizer that is fused find it inside the block.
 
     A scale that the caller put on the optimizer multiplies that of the step, as in torch, and is gone afterwards.
+
     Writes: attributes of the optimizer, for the length of the block. Syncs: no.
     """
     own, scale = getattr(optimizer, "grad_scale", None), scaling.grad_scale
@@ -72,6 +73,7 @@ def step_scaled(
 
     One of torch's older protocol, whose step takes `grad_scaler`, gets the scaler; any other finds `scaling`, with `found_inf`. Returns what its
     step returns, and whether the step was skipped, where the host knows.
+
     Writes: the parameters, the optimizer's state, and the gradients. Syncs: no.
     """
     assert scaling.found_inf is not None

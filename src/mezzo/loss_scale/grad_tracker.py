@@ -208,7 +208,9 @@ class GradTracker:
     def before_unscale(self, optimizer: Optimizer) -> bool:
         """Refuse gradients that are not exactly what backward passes of scaled losses left; return whether any is known to be scaled.
 
-        A ScalerError: one was edited while scaled, is divided already, is left over, or was never scaled.
+        Raises:
+            ScalerError: a gradient was edited while scaled, is divided already, is left over, or was never scaled.
+
         Syncs: only where a gradient is suspicious, to see whether it is zero, or has the values it had, and so is harmless.
         """
         if not self.can_judge:

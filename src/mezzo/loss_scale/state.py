@@ -244,7 +244,10 @@ class AsyncFlag:
         self._arriving: tuple[Tensor, torch.Event | None] | None = None
 
     def ask(self, flag: Tensor) -> bool:
-        """Send a 0-d bool tensor on its way; return whether one that has arrived was set. Syncs: no on CUDA and XPU; elsewhere one read every `interval` calls."""
+        """Send a 0-d bool tensor on its way and return whether one that has arrived was set.
+
+        Syncs: no on CUDA and XPU; elsewhere one read every `interval` calls.
+        """
         if is_capturing(flag.device):
             return False  # a captured graph has no host to tell
         if flag.device.type not in ("cuda", "xpu"):

@@ -32,13 +32,21 @@ class _Group(NamedTuple):
 
 @torch.no_grad()
 def divide_(grads: Iterable[Tensor], inverse: Tensor, found: Tensor, *, allow_fp16: bool = False) -> Tensor:
-    """Multiply gradients by the reciprocal of the loss scale, exact for a power of two, and return whether any was non-finite before.
+    """Multiply gradients by the reciprocal of the loss scale, and return whether any was non-finite before.
 
-    They may be dense, sparse or sharded (DTensor), of any shapes and devices, in fp32, fp64, bf16 or complex numbers; in fp16, of which small
-    ones flush to 0, only with `allow_fp16`: else a MasterError, and none is changed.
+    Args:
+        grads: of any shapes: dense, sparse or sharded (DTensor); fp32, fp64, bf16 or complex; any devices.
+        inverse: shape (), fp32. For a power of two it is exact.
+        found: 1 if something was found already, else 0; shape (), fp32.
+        allow_fp16: whether fp16 gradients may be divided, of which small ones flush to 0.
 
-    `inverse`, `found` and what is returned have shape () and are fp32. It is 1, on the device of `found`, if any element was inf or NaN or
-    `found` was 1 already, else 0. A finding in a shard is shared by every rank of its mesh.
+    Returns:
+        Shape (), fp32, on the device of `found`: 1 if any element was inf or NaN or something was found already, else 0. A
+        finding in a shard is shared by every rank of its mesh.
+
+    Raises:
+        MasterError: fp16 gradients that are not allowed. None is changed.
+
     Writes: every tensor in `grads`, one pass per device and dtype. Syncs: no; one all-reduce per mesh for sharded gradients.
     Source: Micikevicius et al. 2018, section 3.2.
     """

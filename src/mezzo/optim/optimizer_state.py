@@ -76,6 +76,7 @@ def take_master_(param: Tensor, entry: Mapping[str, Tensor], mode: Master) -> tu
 
     That is its aux state under its name in the state, in fresh memory; with it comes a clause that says what had to be converted, if
     anything. A remainder or compensation means something only beside its weight, so weights are loaded first.
+
     Writes: `param`, if a conversion rounds its master to another weight. Syncs: no.
     """
     saved = mode_of_state(entry)

@@ -70,9 +70,11 @@ class Active:
     state: dict[str, Any]
 
     def check(self, moments: Sequence[str]) -> None:
-        """Refuse, by an OperandError, a gradient or state of another shape than the parameter, and a parameter without memory of its own.
+        """Refuse a gradient, or state that is there already, of another shape than the parameter, and one that is no memory of its own.
 
-        And, by a ConfigError, a step count that is no number, or one without the `moments` that it cannot do without.
+        Raises:
+            ConfigError: a step count that is no number, or one without the `moments` that it cannot do without.
+            OperandError: the first of them.
         """
         if not torch.compiler.is_compiling() and (self.param.is_conj() or self.param.is_neg()):
             reason = "a view that is conjugated or negated when it is read"
@@ -125,7 +127,13 @@ class GroupStep:
 
 
 def batches_of(step: GroupStep, active: Sequence[Active]) -> list[ParamBatch]:
-    """Return what the kernels take together of a group, of its parameters with a gradient, their states complete. Raises: as `global_offset`, `layout_of`."""
+    """Return what the kernels take together of a group, of its parameters with a gradient, their states complete.
+
+    Raises:
+        OperandError: something that does not fit its parameter.
+        ConfigError: stochastic rounding was asked for a weight that is sharded in a way that hides where its elements
+            belong.
+    """
     kinds: dict[tuple[torch.device, torch.dtype], list[Active]] = {}
     for one in active:
         kinds.setdefault((one.param.device, one.param.dtype), []).append(one)
@@ -188,7 +196,10 @@ def memory_order(tensor: Tensor) -> Order:
 
 
 def aligned(tensors: Sequence[Tensor], orders: Sequence[Order]) -> Sequence[Tensor]:
-    """Return views of tensors of one dtype, of sharded ones the parts on this rank: dimensions reordered, complex numbers as pairs of real ones. Syncs: no."""
+    """Return views of tensors of one dtype, dimensions reordered, complex ones as pairs of real numbers.
+
+    Of sharded tensors the parts that lie on this rank. Syncs: no.
+    """
     tensors = local_tensors(tensors)
     if any(orders):
         tensors = [t if order is None else t.permute(order) for t, order in zip(tensors, orders, strict=True)]

@@ -66,9 +66,13 @@ class Attempt:
         self._on_host = [(tensor, tensor.clone()) for tensor in distinct if tensor.device.type != home]
 
     def finish(self, has_failed: bool = False) -> Callable[[], None] | None:
-        """Undo the step on the device if it must be skipped, or because it ended in an error; called right after it. Writes: weights and state. Syncs: no.
+        """Undo the step on the device if it must be skipped, or because it ended in an error; called right after it.
 
-        Returns what must be called once the host knows that it was skipped; nothing of the step is left then. None where the host has nothing to undo.
+        Returns:
+            What must be called once the host knows that it was skipped; nothing of the step is left then. None where the
+            host has nothing to undo.
+
+        Writes: weights and state. Syncs: no.
         """
         skip = torch.ones_like(self._skip) if has_failed else self._skip
         choose_(list(zip(self._copies, self._tensors, strict=True)), skip != 0)

@@ -89,7 +89,10 @@ class Slot:
 
 
 def restore_(slots: Sequence[tuple[Slot, Copy]], void: Tensor | bool) -> None:
-    """Give buffers back what they were, where `void` is true: at once those that stayed in place. Writes: the buffers. Syncs: only if shape or dtype of one changed."""
+    """Give buffers back what they were, where `void` is true: those of a dtype and device that stayed in place at once.
+
+    Writes: the buffers. Syncs: only if shape or dtype of one are others now.
+    """
     if isinstance(void, Tensor):
         void = void != 0
     if void is False:

@@ -53,7 +53,10 @@ class _Graph:
     tensors: Sequence[Tensor]
 
     def load_inputs(self, args: Any, kwargs: Any) -> None:
-        """Copy the arguments of a call to where the graph reads them; a StepError if they are unlike those that were captured. Writes: these. Syncs: from pageable memory."""
+        """Copy the arguments of a call to where the graph reads them; a StepError if they are not like those that were captured.
+
+        Writes: the arguments of the graph. Syncs: no, from pinned memory or the device.
+        """
         leaves, spec = tree_flatten((args, kwargs))
         if spec != self.spec:
             raise StepError(

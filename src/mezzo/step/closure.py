@@ -90,6 +90,7 @@ def step_by_closure(engine: Engine, closure: Closure, optimizer: Optimizer | Non
 
     An inf or NaN in any evaluation voids the whole step. With on_overflow="retry" the closure then runs again at the
     smaller scale: until the step is taken, the guard stops the run, or it was tried guard.patience times.
+
     Raises: StepError: no function, or several optimizers and none named.
     """
     if isinstance(closure, Optimizer):
@@ -120,7 +121,10 @@ def step_by_closure(engine: Engine, closure: Closure, optimizer: Optimizer | Non
 
 
 def _evaluate_again(engine: Engine, optimizer: Optimizer, closure: Closure, scale: float) -> None:
-    """Evaluate a closure as its step did, up to the evaluation that met inf or NaN, and take the step back. Writes: what it gives back. Syncs: each time."""
+    """Evaluate a closure as its step did, up to the evaluation that met inf or NaN, and take the step back.
+
+    Writes: what it gives back. Syncs: at each evaluation.
+    """
     put_back = _remember(optimizer)
 
     def evaluate() -> Any:

@@ -73,7 +73,10 @@ def _num_ranks(grads: Sequence[OptimizerGrads], consensus: RankConsensus | None)
 def _squares(
     grads: Sequence[OptimizerGrads], home: torch.device, num_optimizers: int, has_parts: bool, num_ranks: int
 ) -> Tensor:
-    """Return, for each optimizer and for all, the sum of squares over this rank's part of sharded gradients; what several of `num_ranks` have counts once."""
+    """Return, for each optimizer and for all, the sum of squares over this rank's part of sharded gradients.
+
+    A shard that several of the `num_ranks` have counts once over all of them.
+    """
     squares = torch.zeros(num_optimizers + 1, device=home)
     seen: set[Tensor] = set()
     for one in grads:

@@ -61,9 +61,7 @@ class Engine:
         self._skip: Skip = skip
         self.root = innermost(model)
         self.gradients = Gradients(model, self.optimizers, names, policy.loss, by_turns=skip == "independent")
-        self.may_capture = (
-            self.gradients.home.type != "cpu"
-        )  # once: each time it is asked for, torch makes the text anew
+        self.may_capture = self.gradients.home.type != "cpu"  # once: torch makes the text anew each time
         self.buffers = Buffers(self.root)
         scaling, home = policy.scaling, self.gradients.home
         self.loss_scale = LossScale(scale=1.0) if scaling is None else LossScale.start(scaling, home)
@@ -164,7 +162,10 @@ class Engine:
             raise self.recovery.explained(stop, self.consensus)
 
     def check_before_step(self) -> None:
-        """Do as `check`; the step in the making then leaves no trace. Writes: if it raises, gradients, and buffers that the forward of this step wrote."""
+        """Do as `check`; the step in the making, which is not taken, then leaves no trace.
+
+        Writes: if it raises, gradients, and buffers that the forward of this step wrote.
+        """
         self.refuse_capture("amp.step()")
         stop = self._stop()
         if stop is not None:

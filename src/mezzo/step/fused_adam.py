@@ -18,7 +18,10 @@ _dtype, _device, _layout, _is_cpu = map(attrgetter, ("dtype", "device", "layout"
 
 
 def step_(optimizer: Optimizer) -> object:
-    """Take the step of an optimizer of torch's without the wrapper that names it in profiles, where it can by the kernel alone. Writes: weights and state. Syncs: no."""
+    """Take the step of an optimizer, of torch's own without the wrapper that names it in profiles: by the kernel alone where it does nothing else.
+
+    Writes: weights and state. Syncs: no.
+    """
     lists = _lists_of(optimizer) if type(optimizer) in (Adam, AdamW) else None
     if lists is None:
         return type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]  # as functools.wraps leaves it

@@ -37,6 +37,7 @@ def measure_flush(
 
     The backward pass runs once more, before the block, inside `probing`, on a loss that is much larger: an element that is finite and
     not zero there, and zero after the block, was flushed. Nothing is measured where a graph cannot be run twice.
+
     Writes: `pending`, which takes the share. Syncs: no.
     """
     whole = [p for p in params if p.requires_grad and not is_dtensor(p)]
@@ -59,6 +60,7 @@ def true_gradients(params: Sequence[Tensor], scale: Tensor | None) -> Iterator[N
     """Have `.grad` hold the true gradients inside the block, divided by the scale that they carry, if any.
 
     fp16 gradients are replaced by fp32 ones inside the block, since dividing in fp16 would flush the small ones.
+
     Writes: gradients. Syncs: no.
     """
     if scale is None:
@@ -85,7 +87,10 @@ def _replace(param: Tensor, grad: Tensor | None, dtype: torch.dtype = torch.floa
 
 
 def add_up_parts_(params: Iterable[Tensor]) -> bool:
-    """Add up gradients that lie on a mesh in terms, as sequence parallelism leaves those of norms; return whether any did. Writes: `.grad`. Syncs: as `redistribute`."""
+    """Add up gradients of which each rank of a mesh has one term, as sequence parallelism leaves those of norms.
+
+    Returns whether there were any. Writes: `.grad`. Syncs: as torch's `redistribute`.
+    """
     held = [(p, p.grad) for p in params if is_dtensor(p) and p.grad is not None]
     partial = [(p, grad) for p, grad in held if is_dtensor(grad) and grad.placements != p.placements]
     for p, grad in partial:
@@ -135,7 +140,10 @@ def check_inputs(call: str, inputs: Any) -> list[Tensor]:
 
 @torch.no_grad()
 def clamp_(grads: Iterable[Tensor], clip_value: float, scale: Tensor | None) -> None:
-    """Clamp gradients, which may carry a scale, to a true value in both directions; a StepError for complex ones. Writes: `grads`. Syncs: no."""
+    """Clamp gradients, which may carry a scale, to a true value in both directions; a StepError if one is complex, which has no order.
+
+    Writes: `grads`. Syncs: no.
+    """
     distinct = list(_distinct(grads))
     if any(grad.is_complex() for grad in distinct):
         raise StepError(

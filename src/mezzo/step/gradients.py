@@ -310,7 +310,8 @@ class Gradients:
     def collect(self, optimizer: Optimizer | None) -> list[OptimizerGrads]:
         """Return the gradients of the optimizers, or of one of them, that have any. Syncs: no.
 
-        A StepError: there are none, somebody else changed some, or some are of a parameter that took another's place.
+        Raises:
+            StepError: no gradients, gradients that somebody else changed, or of a parameter that took another's place.
         """
         pending = self.require("step()")
         self._accept_edits(pending, self.parameters())

@@ -93,7 +93,10 @@ def next_guard(
     scaling: ScalingConfig | None,
     floor: float = 0.0,
 ) -> GuardState:
-    """Return what the guard knows after one more step; suspects are asked of a skipped one. Below `floor`, a norm of scaled gradients, most may be flushed."""
+    """Return what the guard knows after one more step; suspects are asked only if it was skipped.
+
+    Below `floor`, a norm of the scaled gradients, most of them may have been flushed.
+    """
     if any(flags.skipped):
         return _after_skip(state, flags, suspects, config, scaling)
     return _after_update(state, flags, config, scaling, floor)

@@ -108,9 +108,12 @@ class Invariants:
         report: Callable[[], StateReport],
         rate_to_blame: Callable[[], str],
     ) -> None:
-        """Look at a step that was taken or skipped; an InvariantError says what is not as it must be, and what to look at.
+        """Look at a step that was taken or skipped; what stands equal on all ranks is the agreement's to compare.
 
-        What must be equal on all ranks is compared by `RankConsensus.audit`. Syncs: once for each device.
+        Raises:
+            InvariantError: something is not as it must be; says what, and what to look at.
+
+        Syncs: once for each device.
         """
         stepped = [one for one, skipped in zip(grads, flags.skipped, strict=True) if not skipped]
         skipped = [one for one in grads if one not in stepped]

@@ -73,7 +73,9 @@ class Leftovers:
         Those that wait for their own step go on at the new scale. A gradient that was written since is taken for one that
         was set to zero, of which the CPU is asked. The step takes the gradients that an earlier one has used up.
 
-        A StepError: somebody else made some or, under a loss scale, wrote them; or they are those of the last step, which every optimizer took.
+        Raises:
+            StepError: gradients that somebody else made or, under a loss scale, wrote; or those of the last step, where every optimizer took it.
+
         Writes: gradients that wait, where the scale has moved. Syncs: no.
         """
         waiting = {id(p) for p in self._waiting}

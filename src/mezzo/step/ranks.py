@@ -39,9 +39,12 @@ _log = logging.getLogger("mezzo.step")
 
 
 def wrapper_of(model: nn.Module, policy: Policy) -> Wrapper | None:
-    """Return what spreads a model, as it was prepared, over ranks; None if nothing does yet. Writes: the communication hook of a DistributedDataParallel model.
+    """Return what spreads a model, as it was prepared, over ranks; None if nothing does yet.
 
-    A PolicyError: gradients are reduced or weights are gathered in another dtype than the policy says.
+    Raises:
+        PolicyError: gradients are reduced or weights are gathered in another dtype than the policy says.
+
+    Writes: the communication hook of a DistributedDataParallel model.
     """
     if isinstance(model, DistributedDataParallel):
         return connect(model, policy)

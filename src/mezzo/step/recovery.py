@@ -65,7 +65,10 @@ class Recovery:
     def keep(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, with_loss: bool
     ) -> AfterForward | None:
-        """Keep a forward, whose step may be the last one, and `with_loss` what follows it in a run that is about to stop; return what is called with its output."""
+        """Keep a forward, whose step may be the last one; return what must be called with its output.
+
+        With `with_loss` what comes after the model is followed too, where the run is about to stop.
+        """
         follow = self.replay.keep(module, args, kwargs)
         if follow is None or not (with_loss and self.guard.is_last_chance):
             return follow
@@ -77,7 +80,10 @@ class Recovery:
         return follow_loss
 
     def stop(self, state: GuardState, consensus: RankConsensus | None) -> StoppedRun | None:
-        """Return why the run cannot go on, the same on all ranks, by what the guard knows after the last step; None if it can. A policy may have it demote first."""
+        """Return why the run cannot go on, by what the guard knows after the last step, if it cannot; where the policy says so, demote first.
+
+        All ranks say so together, whichever saw it.
+        """
         self._skip = state.skip
         if not state.is_troubled:
             self.replay.forget()

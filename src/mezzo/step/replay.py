@@ -159,7 +159,10 @@ class Replay:
                 self._now.outside = self._now.outside or (found if found.sentence else None)
 
     def drop(self, *, by_closure: bool = False) -> None:
-        """Forget a step whose gradients were dropped; not its closure, if that did it, nor forwards without a backward: many loops drop in between."""
+        """Forget what gradients were dropped of; by its own closure, which stays.
+
+        Forwards without a backward stay too: many loops drop gradients between the two.
+        """
         kept = _Kept(calls=[call for call in self._now.calls if not call.grads])
         if by_closure:
             kept.closure, kept.random = self._now.closure, self._now.random

@@ -201,6 +201,7 @@ def load_weights_(model: nn.Module, optimizers: Sequence[Optimizer], state: Mapp
 
     Weights are rounded where the storage of the model, without wrappers, is narrower; masters start from the widest weights that were
     saved; plain optimizers have their states already. Yields a sentence for each kind of conversion.
+
     Writes: weights, buffers, optimizer states.
     """
     saved = state["model"]

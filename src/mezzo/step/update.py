@@ -63,7 +63,10 @@ def is_owned(optimizer: Optimizer) -> bool:
 
 
 def forbid_direct_steps(optimizer: Optimizer, engine: _Steps, stepper: object) -> None:
-    """Have an optimizer refuse `step()` unless the engine of the stepper that it was last prepared for calls it, for as long as that lives."""
+    """Have an optimizer refuse `step()` unless a stepper's engine calls it, for as long as the engine lives.
+
+    An optimizer that is prepared again belongs to the new stepper.
+    """
     reference = weakref.ref(engine)
 
     def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -94,7 +97,10 @@ def allow_direct_steps(optimizer: Optimizer) -> None:
 
 
 def decides_on_device(optimizer: Optimizer) -> bool:
-    """Whether a step can be left out, or undone, on the device: not where hooks would run after one that did not happen. Host only."""
+    """Whether a step can be left out, or undone, on the device, so that the host need not know. Host only.
+
+    Not if there are hooks, which would run after steps that did not happen.
+    """
     # The global hooks of torch.profiler and of mezzo's cache only take note; anybody else's may count steps.
     everywhere = (*global_pre_hooks.values(), *global_post_hooks.values())
     if any([hook.__module__.partition(".")[0] not in ("torch", "mezzo") for hook in everywhere]):
@@ -122,7 +128,12 @@ class SteppedOptions:
         self._lines: tuple[str, ...] = ()
 
     def refuse_options(self, *, has_closure: bool) -> None:
-        """Refuse, by a StepError, a step without the closure that it needs, and, by a ConfigError, options that were set to inf or NaN since the last. Host only."""
+        """Refuse a step without the closure that it needs, and options that were set, since the last one, to inf or NaN. Host only.
+
+        Raises:
+            StepError: the optimizer evaluates the loss by itself, and has no closure.
+            ConfigError: a rate, decay, eps, momentum or beta is inf or NaN; nothing was changed.
+        """
         if not has_closure and needs_closure(self._kind):
             raise StepError(
                 f"step() was called without a closure, and {self._kind.__name__} computes the loss several times in one step. "
@@ -204,6 +215,7 @@ def true_grads_for(optimizer: Optimizer, grads: Sequence[Tensor], scaling: StepS
 
     Those of mezzo and torch's fused ones read scale, clipping and skipping by themselves; for any other the
     gradients are unscaled and clipped in place, and whether it may step is decided already.
+
     Writes: attributes of the optimizer for the length of the block, or the gradients. Syncs: no.
     """
     if not is_fused(optimizer):
@@ -252,7 +264,11 @@ def update_(
     """Have each optimizer take its step, or leave everything as it is; return for each what must be called once the host knows that it skips.
 
     Where the host does not know who `skipped`, the optimizers decide on the device. With `skip` "independent" the gradients of each are
-    clipped by their own norm. `pending` takes note if the step ends halfway: a StepError where another optimizer had taken its step by then.
+    clipped by their own norm. `pending` takes note if the step ends halfway.
+
+    Raises:
+        StepError: an optimizer raised after another one had taken its step.
+
     Writes: weights and state, and the gradients of some. Syncs: no.
     """
     scale = pending.scale
@@ -354,7 +370,9 @@ def _names(grads: Sequence[OptimizerGrads]) -> str:
 def move_scale_(state: LossScale, flags: StepFlags[Any], config: ScalingConfig) -> None:
     """Move the loss scale after a step; leave it where it was not to blame.
 
-    The state is written in place, so that a captured CUDA graph finds in each replay what the last one left. Writes: `state`. Syncs: no.
+    The state is written in place, so that a captured CUDA graph finds in each replay what the last one left.
+
+    Writes: `state`. Syncs: no.
     """
     vector = flags.vector
     in_one_launch = None if vector is None else choose("decision", vector.device, torch.float32).module.move_scale_
