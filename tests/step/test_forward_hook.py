@@ -76,3 +76,54 @@ def test_parameters_have_the_models_names_and_others_numbers() -> None:
     model.append(nn.Linear(2, 2))
     assert names[model[2].weight] == "2.weight", "found when asked"
     assert names[torch.ones(1)] == "a parameter"
+
+
+def grown(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    torch.manual_seed(1)
+    model.append(nn.Linear(2, 2))
+    optimizer.add_param_group({"params": list(model[2].parameters())})
+
+
+def replaced(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    torch.manual_seed(1)
+    model[1][0] = nn.Linear(2, 2)
+    optimizer.add_param_group({"params": list(model[1][0].parameters())})
+
+
+def unfrozen(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    model[0].bias.requires_grad_(True)
+    optimizer.add_param_group({"params": [model[0].bias]})
+
+
+def assigned(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    model[0].weight.data = model[0].weight.detach().float() + 2**-12
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16-master", "fp16-master, scaling.init_scale=16"])
+@pytest.mark.parametrize("change", [grown, replaced, unfrozen, assigned])
+def test_a_change_is_followed_where_parts_are_called_as_where_the_model_is(
+    change: Callable[[nn.Sequential, torch.optim.Optimizer], None], policy: str
+) -> None:
+    """A GAN in one `ModuleDict`, or a `training_step` that calls `self.net`, never calls the whole."""
+
+    def run(model: nn.Sequential, x: torch.Tensor, by_parts: bool) -> torch.Tensor:
+        for part in [*model] if by_parts else [model]:
+            x = part(x)
+        return x
+
+    def trained(by_parts: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, optimizer = made()
+        amp, x = mezzo.prepare(model, optimizer, policy), torch.randn(4, 2)
+        for step in range(6):
+            with torch.no_grad():
+                run(model, x, by_parts)
+            if step == 3:
+                change(model, optimizer)
+            amp.zero_grad()
+            amp.backward(run(model, x, by_parts).float().square().mean())
+            assert amp.step()
+        return [p.detach() for p in model.parameters()]
+
+    for whole, part in zip(trained(False), trained(True), strict=True):
+        assert part.dtype is whole.dtype and torch.allclose(part, whole, rtol=2 * torch.finfo(whole.dtype).eps, atol=0)

@@ -27,10 +27,11 @@ class ForwardHook:
         self._groups, self._layouts = engine.optimizers, engine.gradients.layouts
         self._with_frozen = engine.policy.params in LOW_DTYPES  # one that is unfrozen is stored in another dtype then
         self._may_be_captured = bool(self._groups) and engine.may_capture
+        self._seen_in = [-1, -1]  # the steps in which a forward came last, without gradients and with them
         self.snapshot()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AfterForward | None:
-        """Open the buffers' transaction; before the root, notice other ranks and what changed. Returns what must be called with the output."""
+        """Open the buffers' transaction; before the root, notice other ranks; before it or the first part of a step, what changed. Returns what must be called with the output."""
         engine = self._engine
         if engine.replay.is_running:
             return None
@@ -42,6 +43,9 @@ class ForwardHook:
                 engine.join(connect(ddp, engine.policy))
             if engine.consensus is not None:
                 engine.consensus.wrapper.note_forward()
+        is_first = self._seen_in[torch.is_grad_enabled()] != engine.num_steps
+        if module is self._model or is_first:  # a look takes the whole model, and so is not had before each part
+            self._seen_in[torch.is_grad_enabled()] = engine.num_steps
             self.apply_changes()
         buffers, note, watch = engine.buffers, None, None
         if buffers.slots or any(buffers.registries):
