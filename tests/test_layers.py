@@ -7,10 +7,9 @@ import functools
 from pathlib import Path
 
 SRC = Path(__file__).parents[1] / "src" / "mezzo"
-RENAMED = ("dist", "scaling")  # raise an error that names the new word
 ORDER = [
     "errors", "extras", "files", "formats", "allocator", "_torch", "random_state", "read_only", "stamp", "report", "policy",
-    "kernels", "casting", "loss_scale", "cuda", "optim", "distributed", "binding", "trace", "step", "diagnose",
+    "kernels", "casting", "loss_scale", "amp", "cuda", "optim", "distributed", "binding", "trace", "step", "diagnose",
     "integrations", "train", "bench", "cli",
 ]  # fmt: skip
 
@@ -23,7 +22,7 @@ def parsed(source: str) -> ast.Module:
 
 def layer(path: Path) -> str | None:
     top = path.relative_to(SRC).parts[0].removesuffix(".py")
-    return None if top.startswith("__") or top in RENAMED else top
+    return None if top.startswith("__") else top
 
 
 def imported_layers(path: Path, source: str) -> set[str]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 
 import pytest
+import torch
 from torch import nn
 
 import mezzo
@@ -14,7 +14,7 @@ import mezzo
 @pytest.mark.parametrize(("old", "new"), [("dist", "distributed"), ("scaling", "loss_scale")])
 def test_a_folder(old: str, new: str) -> None:
     with pytest.raises(ImportError, match=f"mezzo.{old} is now called mezzo.{new}"):
-        importlib.import_module(f"mezzo.{old}")
+        exec(f"from mezzo import {old}")
     with pytest.raises(AttributeError, match=f"mezzo.{old} is now called mezzo.{new}"):
         getattr(mezzo, old)
 
@@ -42,7 +42,7 @@ def test_a_word(use: Callable[[], object], word: str) -> None:
 @pytest.mark.parametrize(
     ("name", "word"),
     [
-        ("initialize", "mezzo.prepare"), ("scale_loss", "amp.backward"), ("amp", "mezzo.cuda"), ("AdamW", "mezzo.optim.AdamW"),
+        ("initialize", "mezzo.prepare"), ("scale_loss", "amp.backward"), ("fully_shard", "mezzo.distributed.fully_shard"), ("FusedAdam", "keep the optimizer"), ("AdamW", "mezzo.optim.AdamW"),
         ("watch", "mezzo.diagnose.watch"), ("half_function", "op:softmax=fp32"), ("save_checkpoint", "mezzo.distributed.save_checkpoint"),
         ("is_autocast_enabled", r"torch.is_autocast_enabled\('cpu'\)"), ("Accelerator", "mezzo.integrations.accelerate"),
         ("GradScalar", "Did you mean 'GradScaler'"), ("auto_cast", "Did you mean 'autocast'"),
@@ -51,6 +51,19 @@ def test_a_word(use: Callable[[], object], word: str) -> None:
 def test_a_name_of_another_library(name: str, word: str) -> None:
     with pytest.raises(AttributeError, match=f"module 'mezzo' has no attribute '{name}'.*{word}"):
         getattr(mezzo, name)
+    with pytest.raises(ImportError, match=word):
+        exec(f"from mezzo import {name}")
+    assert not hasattr(mezzo, name)
+
+
+def test_programs_of_torch_amp_change_their_import_alone() -> None:
+    """The names of `torch.amp` are there, and those of apex's say what is written here."""
+    import mezzo.amp
+
+    assert all(hasattr(mezzo.amp, name) for name in torch.amp.__all__)
+    assert mezzo.amp.autocast is mezzo.autocast and mezzo.amp.GradScaler is mezzo.GradScaler
+    with pytest.raises(AttributeError, match=r"'initialize'.*amp = mezzo.prepare\(model, optimizer, policy\)"):
+        mezzo.amp.initialize  # noqa: B018
 
 
 @pytest.mark.parametrize(

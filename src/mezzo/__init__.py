@@ -1,5 +1,6 @@
 """Mixed precision for PyTorch that you can see, steer and trust."""
 
+import sys as _sys
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
@@ -28,23 +29,28 @@ _SENTENCES = {
     "compare explain lint memory mismatch watch": "write mezzo.diagnose.{name}",
     "Adam AdamW MasterWeights SGD adopt": "write mezzo.optim.{name}",
     "save_checkpoint load_checkpoint": "write mezzo.distributed.{name}, or torch.save(amp.state_dict(), path)",
+    "save load resume save_state load_state": "write torch.save(amp.state_dict(), path), and amp.load_state_dict(torch.load(path))",
+    "RankConsensus fully_shard plan_shards": "write mezzo.distributed.{name}",
+    "FusedAdam FusedSGD FusedLAMB Lion LAMB": "keep the optimizer of torch or of another library: mezzo.prepare(model, optimizer, policy)",
+    "LossScaler DynamicLossScaler DynamicLossScale StaticLossScale": "write mezzo.GradScaler, or the scale in a policy, as in mezzo.prepare(model, optimizer, 'fp16, scaling=1024')",
     "initialize scale_loss backward unscale_ LossScaleOptimizer FP16_Optimizer": "write amp = mezzo.prepare(model, optimizer, policy), then amp.backward(loss) and amp.step()",
     "clip_grad_norm_ clip_grad_value_": "write amp.step(max_norm=...) or amp.step(clip_value=...)",
     "master_params state_dict load_state_dict": "ask what mezzo.prepare returns: amp.optimizers, amp.state_dict()",
     "half_function float_function promote_function disable_casts": "write a rule of the policy: 'op:softmax=fp32', 'head=fp32'",
-    "set_global_policy MixedPrecision mixed_precision": "write mezzo.prepare(model, optimizer, 'bf16')",
+    "set_global_policy set_policy MixedPrecision MixedPrecisionPolicy mixed_precision half": "write mezzo.prepare(model, optimizer, 'bf16')",
     "is_autocast_enabled get_autocast_dtype": "mezzo.autocast sets torch's own switch: ask torch.{name}('cpu')",
-    "amp": "write from mezzo.cuda import amp, or amp = mezzo.prepare(model, optimizer, policy)",
     "Accelerator": "write mezzo.integrations.accelerate.Accelerator",
     "Trainer": "write mezzo.integrations.transformers.Trainer",
-    "MezzoPrecision": "write mezzo.integrations.lightning.MezzoPrecision",
+    "MezzoPrecision Fabric Precision": "write mezzo.integrations.lightning.MezzoPrecision",
     "doctor": "write `mezzo doctor script.py` in a shell, or mezzo.diagnose.trace(model)",
+    "env predict demo": "write `mezzo {name}` in a shell",
 }
 _ELSEWHERE = {name: text.format(name=name) for names, text in _SENTENCES.items() for name in names.split()}
 """What to write for names that apex, torch, Lightning, Accelerate and Keras have, and for those of mezzo's own folders."""
 
 
 if _TYPE_CHECKING:
+    from . import amp as amp
     from . import cuda as cuda
     from . import diagnose as diagnose
     from . import distributed as distributed
@@ -73,8 +79,10 @@ else:
         if name in _HOMES:
             globals()[name] = value = getattr(_import_module(f"{__name__}.{_HOMES[name]}"), name)
             return value
+        # `from mezzo import name` puts words of its own in the place of an AttributeError
+        kind = ImportError if _sys._getframe(1).f_code.co_name == "_handle_fromlist" else AttributeError
         if name in _RENAMED:
-            raise AttributeError(f"mezzo.{name} is now called mezzo.{_RENAMED[name]}")
+            raise kind(f"mezzo.{name} is now called mezzo.{_RENAMED[name]}")
         try:
             return _import_module(f"{__name__}.{name}")
         except ModuleNotFoundError as error:
@@ -84,9 +92,9 @@ else:
 
         hint = f" Here: {_ELSEWHERE[name]}." if name in _ELSEWHERE else ""
         near = "" if hint or name.startswith("_") else did_you_mean(name, (*_HOMES, "optim", "diagnose", "distributed"))
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{hint or near}")
+        raise kind(f"module {__name__!r} has no attribute {name!r}.{hint or near}")
 
     def __dir__() -> list[str]:
         """Return what is public, imported or not."""
-        folders = ("cuda", "diagnose", "distributed", "errors", "integrations", "optim")
+        folders = ("amp", "cuda", "diagnose", "distributed", "errors", "integrations", "optim")
         return sorted({*(name for name in globals() if name.startswith("__")), *_HOMES, *folders})

@@ -22,9 +22,7 @@ PAGES = sorted(
     for page in [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("src/**/*.md")]
     if "```python" in page.read_text(encoding="utf-8")
 )
-NOT_IMPORTED = ("mezzo.__main__", "mezzo.dist", "mezzo.scaling")
-"""A program whose import runs it, and former names."""
-MODULES = sorted(m.name for m in pkgutil.walk_packages(mezzo.__path__, "mezzo.") if m.name not in NOT_IMPORTED)
+MODULES = sorted(m.name for m in pkgutil.walk_packages(mezzo.__path__, "mezzo.") if m.name != "mezzo.__main__")
 
 
 def blocks(text: str) -> list[tuple[int, str]]:
