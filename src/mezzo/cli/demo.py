@@ -92,8 +92,7 @@ def _print(results: Sequence[Result], pictures: Sequence[Path], device: torch.de
     native = native_support(device, low_dtype(device))
     if not native.native:
         print(
-            f"This device has no fast units for {low} ({native.reason}), so mixed precision "
-            "saves memory here, not time; `mezzo env` measures it."
+            f"This device has no fast units for {low} ({native.reason}), so mixed precision saves memory here, not time; `mezzo env` measures it."
         )
     for path in pictures:
         print(path)

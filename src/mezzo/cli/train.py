@@ -187,8 +187,7 @@ def run(argv: Sequence[str]) -> int:
     nproc, max_restarts, words = _launch_options(argv)
     if max_restarts and not nproc:
         raise ConfigError(
-            f"--max-restarts {max_restarts} starts again what --nproc has started, and --nproc was left out. Write --nproc 1, "
-            "or give it to torchrun."
+            f"--max-restarts {max_restarts} starts again what --nproc has started, and --nproc was left out. Write --nproc 1, or give it to torchrun."
         )
     ended = partial(_tell_end, config, nproc, _written(RunFolder(path=config.out).checkpoint))
     try:

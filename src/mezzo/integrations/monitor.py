@@ -179,8 +179,7 @@ def _summary_writer(folder: str) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise ConfigError(
-            "monitor writes to TensorBoard, which is not installed: pip install 'mezzo[trackers]', or give to= a "
-            "function of (values, step)."
+            "monitor writes to TensorBoard, which is not installed: pip install 'mezzo[trackers]', or give to= a function of (values, step)."
         ) from error
     try:
         return SummaryWriter(folder)

@@ -29,23 +29,15 @@ EDITED = (
     "Call scaler.unscale_(optimizer) before you touch gradients, and scale every loss; if the change keeps them "
     "scaled (an all-reduce, a division), call scaler.mark_scaled(optimizer) after it."
 )
-MIXED = (
-    "are the unscaled gradients of an earlier step with scaled ones added on top{which}. "
-    "Call optimizer.zero_grad() before the backward passes of the next step."
-)
+MIXED = "are the unscaled gradients of an earlier step with scaled ones added on top{which}. Call optimizer.zero_grad() before the backward passes of the next step."
 TWICE = (
     "were already divided by the loss scale in this iteration{which}. They belong to two optimizers, or to an "
-    "optimizer and the one it wraps. Give each parameter to one optimizer, and pass the same object to unscale_() "
-    "and step()."
+    "optimizer and the one it wraps. Give each parameter to one optimizer, and pass the same object to unscale_() and step()."
 )
-STALE = (
-    "are left over from an earlier step and were divided by the loss scale then{which}. "
-    "Call optimizer.zero_grad() before the backward passes of the next step."
-)
+STALE = "are left over from an earlier step and were divided by the loss scale then{which}. Call optimizer.zero_grad() before the backward passes of the next step."
 UNSEEN = (
     "did not come from a scaled loss, and would be divided by the loss scale all the same{which}. Write "
-    "scaler.scale(loss).backward(); if you multiplied the loss by hand, call scaler.mark_scaled(optimizer) before "
-    "this step."
+    "scaler.scale(loss).backward(); if you multiplied the loss by hand, call scaler.mark_scaled(optimizer) before this step."
 )
 ADDED = (
     "had scaled gradients added after unscale_(){which}. Finish every backward() before unscale_(optimizer); to give "
@@ -60,18 +52,9 @@ UNSCALED_TWICE = (
     "unscale_() was called twice for this {optimizer} since the last update(): its gradients would be divided by the "
     "loss scale twice. Call it once, after the last backward()."
 )
-UNSCALED_LATE = (
-    "unscale_() was called for this {optimizer} after step(). Call it between backward() and step(), and update() "
-    "after step()."
-)
-STEPPED_TWICE = (
-    "step() was called twice for this {optimizer} since the last update(). Call scaler.update() once per iteration, "
-    "after the last step()."
-)
-NO_LOSS = (
-    "scale() got a {kind} where a loss belongs. Pass a tensor, or lists, tuples, dicts or other iterables that hold "
-    "nothing but tensors."
-)
+UNSCALED_LATE = "unscale_() was called for this {optimizer} after step(). Call it between backward() and step(), and update() after step()."
+STEPPED_TWICE = "step() was called twice for this {optimizer} since the last update(). Call scaler.update() once per iteration, after the last step()."
+NO_LOSS = "scale() got a {kind} where a loss belongs. Pass a tensor, or lists, tuples, dicts or other iterables that hold nothing but tensors."
 CLOSURE = (
     "step() got a closure, and a loss scaler cannot run one: the backward() inside would hand scaled gradients "
     "straight to the update. Call backward() before step(), or use mezzo.prepare(model, optimizer).step(closure=...)."
@@ -102,8 +85,7 @@ def half_gradients(optimizer: Optimizer) -> str:
     half = [label for label, p in named if p.grad is not None and p.grad.dtype is torch.float16]
     total = sum(param.requires_grad for param in parameters(optimizer))
     remedy = (
-        "This optimizer divides by itself, in fp32: leave unscale_() out, and clip with "
-        "mezzo.prepare(model, optimizer).step(max_norm=...)."
+        "This optimizer divides by itself, in fp32: leave unscale_() out, and clip with mezzo.prepare(model, optimizer).step(max_norm=...)."
         if is_fused(optimizer)
         else "Keep trainable weights in fp32 (module.float(); adapters too) and let the region cast them, or keep fp16 "
         'weights with fp32 masters: mezzo.prepare(model, optimizer, policy="fp16-master"), or '
@@ -143,8 +125,7 @@ def exhausted(state: LossScale, config: ScalingConfig, patience: int | None, opt
     where = f"Non-finite gradients: {listed(found, SHOWN)}. " if found else ""
     return (
         f"{state.skipped_in_a_row} steps in a row had inf or NaN gradients and {why}; no weight was changed by them. {where}"
-        "A loss scale can no longer be the cause: look for inf or NaN in the loss, the inputs, the weights and "
-        f"the buffers, or allow more with {knob}."
+        f"A loss scale can no longer be the cause: look for inf or NaN in the loss, the inputs, the weights and the buffers, or allow more with {knob}."
     )
 
 

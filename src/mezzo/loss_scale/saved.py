@@ -72,8 +72,7 @@ def unpack(entries: Mapping[str, Any], own: Saved) -> Saved:
     missing = [key for key in _TORCH_KEYS if key not in entries]
     if missing:
         raise CheckpointError(
-            f"load_state_dict() misses {', '.join(missing)}, so this is not a scaler's state. "
-            "Pass what GradScaler.state_dict() returned."
+            f"load_state_dict() misses {', '.join(missing)}, so this is not a scaler's state. Pass what GradScaler.state_dict() returned."
         )
     try:
         scale = float(entries["scale"])
@@ -84,8 +83,7 @@ def unpack(entries: Mapping[str, Any], own: Saved) -> Saved:
     if is_number(floor) and not (math.isfinite(scale) and scale > 0 and scale >= floor):
         raise CheckpointError(
             f"load_state_dict() got scale={scale:g}, and a scale is finite and at least min_scale={floor:g}. Below it "
-            "the run that saved it had lost its gradients: start with a fresh GradScaler, or write "
-            "GradScaler(min_scale=...) if so small a scale is meant."
+            "the run that saved it had lost its gradients: start with a fresh GradScaler, or write GradScaler(min_scale=...) if so small a scale is meant."
         )
     try:
         kept = {one.name: entries.get(one.name, getattr(own.config, one.name)) for one in fields(ScalingConfig)}

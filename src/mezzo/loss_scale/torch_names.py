@@ -83,8 +83,7 @@ class TorchNames(torch.amp.GradScaler):
     def _require_scale(self, call: str) -> None:
         if self._scale is None:
             raise ScalerError(
-                f"{call}() was called before scale(): this scaler has scaled no loss yet. "
-                "Write scaler.scale(loss).backward() first."
+                f"{call}() was called before scale(): this scaler has scaled no loss yet. Write scaler.scale(loss).backward() first."
             )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -93,6 +92,5 @@ class TorchNames(torch.amp.GradScaler):
         if dead:
             raise ScalerError(
                 f"{cls.__name__} overrides GradScaler.{dead[0]}, which mezzo's scaler never calls. Override the public "
-                "methods, _unscale_grads_, _maybe_opt_step or _lazy_init_scale_growth_tracker, or derive from "
-                "torch.amp.GradScaler."
+                "methods, _unscale_grads_, _maybe_opt_step or _lazy_init_scale_growth_tracker, or derive from torch.amp.GradScaler."
             )

@@ -118,8 +118,7 @@ def check_bools(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) ->
             raise ConfigError(f"{kind} was given {name}={shown(given)}; give True or False.")
         if given and name == "differentiable":
             raise ConfigError(
-                f"differentiable=True was asked of mezzo.optim.{kind}: rounding to 16 bit has no gradient. "
-                f"Write torch.optim.{kind} with fp32 parameters."
+                f"differentiable=True was asked of mezzo.optim.{kind}: rounding to 16 bit has no gradient. Write torch.optim.{kind} with fp32 parameters."
             )
 
 

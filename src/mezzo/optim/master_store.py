@@ -21,8 +21,7 @@ def check_whole(param: Tensor) -> None:
     if is_dtensor(param):
         raise MasterError(
             f"MasterWeights was given the sharded 16-bit parameter {describe(param)}, and it lends its masters to an "
-            "optimizer that knows nothing of shards. Write mezzo.optim.AdamW or SGD, whose masters lie in shards, or "
-            "params=fp32 in the policy."
+            "optimizer that knows nothing of shards. Write mezzo.optim.AdamW or SGD, whose masters lie in shards, or params=fp32 in the policy."
         )
 
 

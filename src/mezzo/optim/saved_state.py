@@ -50,8 +50,7 @@ def check_saved(part: str, saved: Any, optimizer: Optimizer) -> None:
     if (found := [len(group["params"]) for group in groups]) != sizes:
         refuse(
             f"{part}.param_groups",
-            f"hold a different number of parameter groups or params: {len(found)} groups with {found} params, and this "
-            f"optimizer's have {sizes}",
+            f"hold a different number of parameter groups or params: {len(found)} groups with {found} params, and this optimizer's have {sizes}",
         )
     for index, (group, given) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
         own_only = [name for name in _UPDATE if name in group and name not in given]

@@ -209,8 +209,7 @@ def as_policy(value: PolicyLike) -> Policy:
         return Policy.from_dict(value)
     got = repr(value) if value is None or isinstance(value, (int, float)) else type(value).__name__  # a batch is long
     raise PolicyError(
-        "a policy is a Policy, a text such as 'bf16, output=fp32', a .toml path, a dict of its fields or a dtype; "
-        f"got {got}."
+        f"a policy is a Policy, a text such as 'bf16, output=fp32', a .toml path, a dict of its fields or a dtype; got {got}."
     )
 
 

@@ -62,10 +62,7 @@ class Trend:
         way = "grow" if self.binades > 0 else "shrink"
         per = 2 ** (abs(self.binades) / (len(self.sizes) - 1))
         order = "" if self.kind == "output" else ", from the last layer to the first"
-        return (
-            f"{what} of {self.pattern} {way} {per:.3g}-fold a layer over {len(self.sizes)} layers{order}: "
-            f"{self.sizes[0]:.3g} to {self.sizes[-1]:.3g}."
-        )
+        return f"{what} of {self.pattern} {way} {per:.3g}-fold a layer over {len(self.sizes)} layers{order}: {self.sizes[0]:.3g} to {self.sizes[-1]:.3g}."
 
 
 def _log(x: float) -> float:

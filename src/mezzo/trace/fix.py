@@ -74,15 +74,9 @@ _SINGULAR = {
     "sqrt": "its derivative at 0 is infinite: x.clamp(min={square:g}).sqrt()",
     "rsqrt": "bound the argument: x.clamp(min={eps:g}).rsqrt()",
 }
-_SCALER = (
-    "nothing, if the scaler halves the scale and the next steps are clean; else compute the loss in fp32 and lower the first "
-    "scale."
-)
+_SCALER = "nothing, if the scaler halves the scale and the next steps are clean; else compute the loss in fp32 and lower the first scale."
 _LAYERS = "normalise between layers or scale the residual branch; a wider format only delays it."
-STEPPED = (
-    "the optimizer took the step with these gradients: load the last good checkpoint, and step through "
-    "scaler.step(optimizer), which leaves such steps out."
-)
+STEPPED = "the optimizer took the step with these gradients: load the last good checkpoint, and step through scaler.step(optimizer), which leaves such steps out."
 """For a loss scale that was too high and that nobody guarded."""
 STUCK = (
     "nobody lowers this scale, and steps with such gradients are lost: use scaling=dynamic in a policy, torch.amp.GradScaler "

@@ -180,10 +180,7 @@ def _underflow(event: Event) -> str:
             f"the constant {number(flush.constant)} rounds to 0 in {flush.dtype}, whose smallest number is "
             f"{number(format_of(parse_dtype(flush.dtype)).smallest)}; so {_meets_zero(event)} exactly 0."
         )
-    return (
-        f"{flush.site.op} flushed {flush.share:.1%} of its results to 0 in {flush.dtype} (fp32: up to "
-        f"{number(flush.wide_amax)}), and {_meets_zero(event)} that 0."
-    )
+    return f"{flush.site.op} flushed {flush.share:.1%} of its results to 0 in {flush.dtype} (fp32: up to {number(flush.wide_amax)}), and {_meets_zero(event)} that 0."
 
 
 def _meets_zero(event: Event) -> str:

@@ -150,8 +150,7 @@ class TrainConfig:
         _check(self.schedule in SCHEDULES, f"there is no schedule {self.schedule!r}.{nearest}")
         _check(
             self.warmup is None or self.schedule != "constant",
-            f"warmup={self.warmup} was asked for, and the schedule is constant from its first update. Write "
-            "--schedule constant_with_warmup.",
+            f"warmup={self.warmup} was asked for, and the schedule is constant from its first update. Write --schedule constant_with_warmup.",
         )
         _check(0 <= self.weight_decay < math.inf, f"weight_decay={self.weight_decay} must not be negative, inf or nan.")
         _check(self.max_length >= 3, f"max_length={self.max_length} leaves no token beside the two marks; write 3 or more.")  # fmt: skip

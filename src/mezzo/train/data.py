@@ -168,15 +168,13 @@ def _check(corpus: Corpus, config: TrainConfig) -> None:
             raise DataError(f"{config.data} is too small: no row is left for {part}. Give more rows{instead}.")
     if len(corpus.labels) < 2:
         raise DataError(
-            f"every row of {config.data} has the label {corpus.labels[0]!r}, and a classifier needs two. "
-            f"Is {config.label_column!r} the right --label-column?"
+            f"every row of {config.data} has the label {corpus.labels[0]!r}, and a classifier needs two. Is {config.label_column!r} the right --label-column?"
         )
     for part in ("train", "dev", "test"):
         strange = sorted({row.label for row in getattr(corpus, part)} - set(corpus.labels))
         if strange:
             raise DataError(
-                f"the {part} rows have the label {strange[0]!r}, which no training row has."
-                f"{did_you_mean(strange[0], corpus.labels)}"
+                f"the {part} rows have the label {strange[0]!r}, which no training row has.{did_you_mean(strange[0], corpus.labels)}"
             )
 
 

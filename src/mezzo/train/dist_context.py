@@ -165,8 +165,7 @@ def _of_this_rank(device: torch.device) -> torch.device:
     here, count = int(os.environ.get("LOCAL_RANK", "0")), torch.accelerator.device_count()
     if here >= count:
         raise ConfigError(
-            f"{here + 1} or more ranks were started on a machine with {count} {device.type} devices. Start one for each, or "
-            "write --device cpu."
+            f"{here + 1} or more ranks were started on a machine with {count} {device.type} devices. Start one for each, or write --device cpu."
         )
     torch.accelerator.set_device_index(here)
     return torch.device(device.type, here)

@@ -47,8 +47,7 @@ def _check_folder(config: TrainConfig, folder: RunFolder) -> None:
     given_up = {folder.path.resolve(), folder.best.resolve()} if config.overwrite else set()
     if config.model is not None and Path(config.model).resolve() in given_up:
         raise ConfigError(
-            f"--overwrite would give up the model that it starts from: --model {config.model} is that of the run in --out {config.out}. "
-            "Write another --out."
+            f"--overwrite would give up the model that it starts from: --model {config.model} is that of the run in --out {config.out}. Write another --out."
         )
     if folder.checkpoint.exists() and not config.resume and not config.overwrite:
         raise ConfigError(

@@ -188,8 +188,7 @@ def tracking(name: str, folder: Path) -> Iterator[Track]:
             started = wandb.init(project="mezzo", name=folder.name, dir=str(folder))
         except Exception as error:  # nobody logged in, no network: as many kinds as causes
             raise ConfigError(
-                f"--tracker wandb cannot begin: {first_line(error)}. With WANDB_MODE=offline in the environment its numbers "
-                "stay in the run's folder."
+                f"--tracker wandb cannot begin: {first_line(error)}. With WANDB_MODE=offline in the environment its numbers stay in the run's folder."
             ) from None
         with started as run:
             yield lambda step, numbers: run.log(dict(numbers), step=step)

@@ -64,8 +64,7 @@ def read_text(path: Path, what: str = "data file", kinds: Sequence[str] = SUFFIX
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
         raise DataError(
-            f"the {what} {path} is not UTF-8: byte 0x{raw[error.start]:02x} in line {line}. "
-            f"Convert it, for example: iconv -f GB18030 -t UTF-8 {path.name}"
+            f"the {what} {path} is not UTF-8: byte 0x{raw[error.start]:02x} in line {line}. Convert it, for example: iconv -f GB18030 -t UTF-8 {path.name}"
         ) from None
     if not text.strip():
         raise DataError(f"the {what} {path} is empty.")

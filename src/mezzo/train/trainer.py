@@ -172,8 +172,7 @@ class Trainer:
             self._save_best()
         self._track(at.step, {f"dev/{name}": number for name, number in numbers.items()})
         progress.note(
-            f"update {at.step}/{self.total}: dev accuracy {found.accuracy:.4f}, dev loss {found.loss:.4f}, "
-            f"{at.skipped} skipped, {at.seconds:.0f} s"
+            f"update {at.step}/{self.total}: dev accuracy {found.accuracy:.4f}, dev loss {found.loss:.4f}, {at.skipped} skipped, {at.seconds:.0f} s"
         )
 
     def save(self) -> None:
