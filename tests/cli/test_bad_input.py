@@ -82,6 +82,10 @@ def test_an_old_word_names_the_new_one(capsys: pytest.CaptureFixture[str]) -> No
         ("fp16", "policy fp16"),
         ("bf16=True", "policy bf16"),
         ("learning_rate 1", "lr RATE"),
+        ("gradient-accumulation-steps 2", "micro-batches N, which share one --batch-size"),
+        ("loss-scale 128", "policy fp16,scaling=N"),
+        ("gradient_clip_val=1", "max-norm NORM"),
+        ("devices 2", "nproc N"),
     ):
         said = refused(capsys, "train", *f"--{old}".split())
         assert f"--{old.split()[0].partition('=')[0]} is called --{new.split()[0]} here: write --{new}." in said

@@ -179,3 +179,12 @@ def test_a_policy_is_read_before_a_model_is_made(
     (tmp_path / "fn.py").write_text("def build(): raise SystemExit('it was made')")
     monkeypatch.chdir(tmp_path)
     assert "unknown preset 'bf61'" in refused(capsys, *command.split(), "--model", "fn.py:build", "--policy", "bf61")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("explain", "doctor --model MODULE:FUNCTION"), ("trace", "doctor script.py"), ("why", "policy why"), ("launch", "train --nproc N")],
+)  # fmt: skip
+def test_a_tool_that_has_no_command_of_its_name(name: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name]) == 2
+    assert capsys.readouterr().err == f"mezzo: unknown command '{name}'. Write `mezzo {meant}`.\n"

@@ -126,6 +126,8 @@ def test_what_a_person_may_write(text: str, policy: Policy, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
+        ("[fp16]\nenabled = true", "'fp16' is a preset, and stands under the key 'preset'. No config of DeepSpeed is read."),
+        ("loss_scale = 128", "unknown key 'loss_scale': write scaling=dynamic, or a number that never moves, as in scaling=1024."),
         ('comput = "bf16"', "unknown key 'comput'. Did you mean 'compute'?"),
         ('compute = "bf61"', "unknown compute dtype 'bf61'. Did you mean 'bf16'?"),
         ("compute = 16", "compute=16 is not a dtype of mixed precision: fp32, fp16 or bf16."),

@@ -111,8 +111,7 @@ def _refuse_unbindable(module: nn.Module, is_ruled: bool, is_root: bool, is_low:
     if is_graphed(module.__dict__.get("forward")):
         raise PolicyError(
             f"a policy cannot be bound to what torch.cuda.make_graphed_callables made of a {class_names(module)[0]}: it replays "
-            "a graph that was captured without it. Prepare the model as it was, and write step = amp.capture(function), which "
-            "captures whole steps."
+            "a graph that was captured without it. Prepare the model as it was, and write step = amp.capture(function), which captures whole steps."
         )
     late = class_of(module).forward if is_ruled and is_low else None
     if runs_later(late) and not (is_root and isgeneratorfunction(late)):

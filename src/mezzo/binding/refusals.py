@@ -127,8 +127,7 @@ def _say_left_out(module: nn.Module, asked: torch.dtype, kind: torch.dtype, bind
     if binding.low_dtype() is None:
         ops = "autocast is off here, where only inputs of that dtype fit them"
     _log.warning(
-        "the model's forward casts the weights of %s (%s) to %s; they stay in %s, in which they are trained, and %s. "
-        "Write %s=%s in the policy to have it that way.",
+        "the model's forward casts the weights of %s (%s) to %s; they stay in %s, in which they are trained, and %s. Write %s=%s in the policy to have it that way.",
         name or "the root", type(module).__name__, dtype_name(asked), dtype_name(kind), ops,
         name if "." in name else f"module:{name}" if name else "*", dtype_name(asked),
     )  # fmt: skip

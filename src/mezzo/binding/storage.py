@@ -94,8 +94,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], policy: Policy, names: Map
         if policy.state is not torch.float32:
             raise PolicyError(
                 f"the policy declares state={dtype_name(policy.state)}, and {kind} stores moments in "
-                f"the dtype of the weights. Write mezzo.optim.AdamW(..., state_dtype={policy.state}), or state=fp32 in "
-                "the policy."
+                f"the dtype of the weights. Write mezzo.optim.AdamW(..., state_dtype={policy.state}), or state=fp32 in the policy."
             )
 
 
@@ -169,15 +168,13 @@ def _refuse_unstorable(
     """Refuse, as `convert_` says, to store what is to be `changed` in its target dtype."""
     if policy.params in LOW_DTYPES and not policy.is_low:
         raise PolicyError(
-            f"params={dtype_name(policy.params)} with compute=fp32 stores weights that no op could take. "
-            f"Write compute={dtype_name(policy.params)}, or params=fp32."
+            f"params={dtype_name(policy.params)} with compute=fp32 stores weights that no op could take. Write compute={dtype_name(policy.params)}, or params=fp32."
         )
     if changed and is_replicated:
         # A new dtype takes away the hooks by which gradients are averaged, and torch does not say so (2.13).
         raise PolicyError(
             f"{len(changed)} parameters ({listed(list(changed))}) would be stored anew, and DistributedDataParallel took hold "
-            "of them as they are. Write amp = mezzo.prepare(model, optimizer, policy) first, then "
-            "ddp = DistributedDataParallel(amp.model)."
+            "of them as they are. Write amp = mezzo.prepare(model, optimizer, policy) first, then ddp = DistributedDataParallel(amp.model)."
         )
     if changed and any(getattr(one, "parameters_as_bucket_view", False) for one in optimizers):
         raise PolicyError(

@@ -44,6 +44,11 @@ COMMANDS = {
     "train": Command("train a BERT text classifier", ("tyro", "rich", "matplotlib", "transformers", "sklearn")),
     "completion": Command("print the completion script of a shell: bash, zsh or fish", ("tyro",)),
 }
+_ELSEWHERE = {
+    **dict.fromkeys(("compare", "explain", "lint"), "doctor --model MODULE:FUNCTION"), **dict.fromkeys(("trace", "watch"), "doctor script.py"),
+    **{name: f"policy {name}" for name in ("show", "ops", "why", "diff")}, **dict.fromkeys(("launch", "run"), "train --nproc N"), "version": "--version",
+}  # fmt: skip
+"""What to write for a tool that has no command, an action of `mezzo policy`, and commands of other libraries."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 _PATHS = ("--out", "--data", "--dev-data", "--test-data", "--label-map", "--model")
 _AGAIN_SECONDS = 0.2
@@ -79,7 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         words = [*words[1:2], "--help"]
     name, rest = words[0], words[1:]
     if name not in COMMANDS and name not in (*_HELP, *_VERSION):
-        print(f"mezzo: unknown command {name!r}.{did_you_mean(name, COMMANDS)}", file=sys.stderr)
+        hint = f" Write `mezzo {_ELSEWHERE[name]}`." if name in _ELSEWHERE else did_you_mean(name, COMMANDS)
+        print(f"mezzo: unknown command {name!r}.{hint}", file=sys.stderr)
         return 2
     return _run(name, rest)
 

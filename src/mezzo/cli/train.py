@@ -31,7 +31,12 @@ _CALLED = {
     "precision": "policy TEXT", "mixed-precision": "policy TEXT", "learning-rate": "lr RATE", "num-train-epochs": "epochs N",
     "output-dir": "out FOLDER", "model-name-or-path": "model MODEL", "max-grad-norm": "max-norm NORM", "warmup-ratio": "warmup SHARE",
     "lr-scheduler-type": "schedule NAME", "max-seq-length": "max-length N", "train-file": "data FILE", "report-to": "tracker NAME",
-    "per-device-train-batch-size": "batch-size N --per-rank", "resume-from-checkpoint": "resume --out FOLDER",
+    "per-device-train-batch-size": "batch-size N --per-rank", "resume-from-checkpoint": "resume --out FOLDER", "ckpt-path": "resume --out FOLDER",
+    "loss-scale": "policy fp16,scaling=N", **dict.fromkeys(("amp-dtype", "amp-level", "opt-level", "torch-dtype"), "policy TEXT"),
+    **dict.fromkeys(("gradient-accumulation-steps", "accumulate-grad-batches"), "micro-batches N, which share one --batch-size"),
+    **dict.fromkeys(("gradient-clip-val", "grad-clip"), "max-norm NORM"), **dict.fromkeys(("use-cpu", "no-cuda"), "device cpu"),
+    **dict.fromkeys(("eval-steps", "save-steps"), "eval-every N"), **dict.fromkeys(("logging-steps", "log-interval"), "log-every N"),
+    **dict.fromkeys(("devices", "num-processes", "nproc-per-node"), "nproc N"),
 }  # fmt: skip
 """Options by their former names, or by those of other trainers, and what is written here."""
 DESCRIPTION = "Train a BERT text classifier, in mixed precision, and test the best model."

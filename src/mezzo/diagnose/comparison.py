@@ -190,8 +190,7 @@ def compare(
     chosen = asked.resolve(device_of(model))
     if not chosen.is_low:
         raise ConfigError(
-            f"compare(policy='{asked}') was asked for, and on {device_of(model)} that is fp32, which agrees with itself. "
-            "Write policy='bf16' or 'fp16'."
+            f"compare(policy='{asked}') was asked for, and on {device_of(model)} that is fp32, which agrees with itself. Write policy='bf16' or 'fp16'."
         )
     scale = _usable_scale(model, batch, loss_fn, chosen)
     found = measure(model, batch, loss_fn, chosen, scale)

@@ -88,10 +88,7 @@ class ReplayedStep(Report):
 
     def _verdict(self) -> str:
         if self.first_different is not None:
-            return (
-                f"Step {self.first_different} does not come out as recorded: hardware computed something else, or weights were changed "
-                "outside of the steps."
-            )
+            return f"Step {self.first_different} does not come out as recorded: hardware computed something else, or weights were changed outside of the steps."
         found = f"bit for bit as recorded, {self.compared} {plural('step', self.compared)} compared"
         if self.is_own_policy:
             return f"Run again: {found if self.compared else 'not compared'}."

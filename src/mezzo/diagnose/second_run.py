@@ -84,8 +84,7 @@ class SecondRun:
         if _differing(second, third) and _differing(first, third):
             raise ConfigError(
                 f"record was asked to run step {step} twice, and three runs of it gave three results; {listed(wrong)} differ. The "
-                "step is not deterministic: draw random numbers from torch alone and write torch.use_deterministic_algorithms(True), "
-                "or leave twice_every out."
+                "step is not deterministic: draw random numbers from torch alone and write torch.use_deterministic_algorithms(True), or leave twice_every out."
             )
         raise InvariantError(_sentence(step, wrong, is_first=not _differing(second, third)))
 

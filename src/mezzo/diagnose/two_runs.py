@@ -34,8 +34,7 @@ def _callable(run: Runnable, name: str) -> Any:
         return run.module()
     if not callable(run):
         raise ConfigError(
-            f"mismatch was given {type(run).__name__} for {name}; give a model, what torch.compile or torch.export returned, or a "
-            "function of the batch."
+            f"mismatch was given {type(run).__name__} for {name}; give a model, what torch.compile or torch.export returned, or a function of the batch."
         )
     return run
 

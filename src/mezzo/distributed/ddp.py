@@ -90,8 +90,7 @@ class ReplicaWrapper(Wrapper):
         if averages and (frozen := [name for name, p in self._params.items() if not p.requires_grad]):
             raise DistributedError(
                 f"{listed(frozen)} {'was' if len(frozen) == 1 else 'were'} frozen after DistributedDataParallel took the model, which waits "
-                "for gradients of all and would leave others unaveraged. Write DistributedDataParallel(model, find_unused_parameters=True), "
-                "or wrap the model again."
+                "for gradients of all and would leave others unaveraged. Write DistributedDataParallel(model, find_unused_parameters=True), or wrap the model again."
             )
         if self._is_spent and self.reducer is not None:
             self.reducer.averaged.clear()

@@ -232,8 +232,7 @@ def _check_reduction(policy: Policy, reduced: Sequence[tuple[str, torch.dtype]])
             found = dtype_name(dtype)
             raise PolicyError(
                 f"the policy declares reduce={dtype_name(policy.reduce)}, and the sharding reduces the gradients of '{place}' in {found}. "
-                f"Write MixedPrecisionPolicy(reduce_dtype={policy.reduce})"
-                f"{f', or reduce={found} in the policy' if agree else ' for each unit'}."
+                f"Write MixedPrecisionPolicy(reduce_dtype={policy.reduce}){f', or reduce={found} in the policy' if agree else ' for each unit'}."
             )
 
 
@@ -323,10 +322,7 @@ class ShardWrapper(Wrapper):
         whole = [name for name, p in self._model.named_parameters() if p.requires_grad and not is_dtensor(p)]
         if not whole:
             return UNKNOWN
-        return (
-            f"Nothing averages the gradients of {listed(whole)}, which lie outside of what is sharded. Call fully_shard on the model "
-            "that holds them too."
-        )
+        return f"Nothing averages the gradients of {listed(whole)}, which lie outside of what is sharded. Call fully_shard on the model that holds them too."
 
     def drop(self) -> None:
         """Drop gradients that a module holds back, which torch keeps where no optimizer sees them. Writes: those gradients."""

@@ -236,10 +236,7 @@ class Group:
                 f"{lost} ended, and rank {own} waits for it. The output of {lost} says why; if it holds no error, its batches "
                 f"ran out: {_EVEN}. Start again from the last checkpoint."
             )
-        return (
-            f"{lost} did not answer rank {own} in {waited}: ended, or stuck. "
-            f"The output of {lost} says why; start again from the last checkpoint."
-        )
+        return f"{lost} did not answer rank {own} in {waited}: ended, or stuck. The output of {lost} says why; start again from the last checkpoint."
 
     def is_first_at(self, key: str) -> bool:
         """Whether no other rank has asked this about a key before. True as well if the ranks' store cannot be reached."""

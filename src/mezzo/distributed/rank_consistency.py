@@ -158,8 +158,7 @@ def handshake(group: Group, own: RankSetup, wrapper: Wrapper, *, has_parts: bool
     if own.is_stage and own.replicas and wrapper.compares_models:
         raise DistributedError(
             f"this model is a stage of a pipeline, and DistributedDataParallel around it joins {spell(own.replicas)} alone: the "
-            "norm would be that of the stage. Write amp.consensus = mezzo.distributed.RankConsensus(group), of the ranks of all "
-            "stages, before the first backward."
+            "norm would be that of the stage. Write amp.consensus = mezzo.distributed.RankConsensus(group), of the ranks of all stages, before the first backward."
         )
     masters = wrapper.copied(own.masters)
     texts = {"policy": [own.policy], "optimizer": own.optimizers, "model": own.model}
@@ -177,8 +176,7 @@ def handshake(group: Group, own: RankSetup, wrapper: Wrapper, *, has_parts: bool
             refuse_setup(group, "the optimizer is", own.optimizers, "Make the same optimizers on all ranks.")
         if moment:
             raise DistributedError(
-                "ranks cannot train together: what their optimizers know of earlier steps differs. Load the same checkpoint on "
-                "all ranks, not on the first alone."
+                "ranks cannot train together: what their optimizers know of earlier steps differs. Load the same checkpoint on all ranks, not on the first alone."
             )
         if master:
             for tensor in masters:

@@ -83,8 +83,7 @@ def save_checkpoint(amp: Saveable, folder: str | os.PathLike[str], *, extra: Map
     aside = path.with_name(f"{path.name}.partial")
     if path.exists():
         raise CheckpointError(
-            f"save_checkpoint was given {path}, which is there already. Name a new folder for each checkpoint, and remove "
-            "old ones when the new one is whole."
+            f"save_checkpoint was given {path}, which is there already. Name a new folder for each checkpoint, and remove old ones when the new one is whole."
         )
     if is_running() and dist.get_world_size() > 1 and any(hasattr(o, "consolidate_state_dict") for o in amp.optimizers):
         raise CheckpointError(

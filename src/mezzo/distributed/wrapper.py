@@ -14,10 +14,7 @@ from .group import Group
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
-UNKNOWN = (
-    "Their gradients were not averaged: end each no_sync() block before the step's last backward, and do not write "
-    "weights on one rank only."
-)
+UNKNOWN = "Their gradients were not averaged: end each no_sync() block before the step's last backward, and do not write weights on one rank only."
 
 
 class Wrapper:

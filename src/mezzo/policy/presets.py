@@ -58,8 +58,33 @@ _INSTEAD = {
     "16": "write fp16, or fp16-master for weights stored in it",
     "32": "write fp32",
     "o3": "fp16 without fp32 weights loses small updates; write fp16-master, which keeps them",
+    **dict.fromkeys(("none", "off", "false", "disabled"), "write fp32, which casts nothing"),
     "tf32": "TF32 is a setting of torch; write fp32, and torch.set_float32_matmul_precision('high')",
 }
+_KEYS_INSTEAD = {
+    **dict.fromkeys(
+        ("loss_scale", "init_loss_scale"), "scaling=dynamic, or a number that never moves, as in scaling=1024"
+    ),
+    "initial_scale_power": "scaling.init_scale=65536, the scale itself",
+    "loss_scale_window": "scaling.growth_interval=2000",
+    "min_loss_scale": "scaling.min_scale=1",
+    "enabled": "fp32, and nothing else, where nothing is to be cast",
+    "keep_batchnorm_fp32": "a rule for the modules, as in '*.bn*=fp32'; batch norms keep their statistics in fp32 without one",
+    "param_dtype": "params= for the dtype in which weights are stored, compute= for that in which they are multiplied",
+    **dict.fromkeys(
+        ("dtype", "compute_dtype", "half_dtype"), "the preset of the dtype first, as in 'bf16', or compute="
+    ),
+    **dict.fromkeys(("output_dtype", "cast_model_outputs"), "output="),
+    "grad_accum_dtype": "grads=",
+    "cache_enabled": "it in mezzo.autocast(cache_enabled=...); a prepared model has cache=",
+}
+PRESET_KEYS = ("preset", "policy", "precision", "mixed_precision", "opt_level", "amp_level", "dtype")
+"""What other libraries call a preset, where it has a name."""
+
+
+def refuse_key_elsewhere(key: str) -> None:
+    """Refuse, by a PolicyError, a key that other libraries have, with what is written here."""
+    check(key not in _KEYS_INSTEAD, f"unknown key {key!r}: write {_KEYS_INSTEAD.get(key)}.")
 
 
 def preset_fields(name: object) -> PolicyFields:
@@ -70,6 +95,10 @@ def preset_fields(name: object) -> PolicyFields:
     dtype = named_dtype(word)
     preset = f"{word if dtype is None else dtype_name(dtype)}{dash}{kind}"  # torch's spelling too
     preset = ALIASES.get(preset := preset.replace("bfloat16", "bf16").replace("float16", "fp16"), preset)
+    check(
+        not preset.endswith((".toml", ".json", ".yaml", ".yml")),
+        f"unknown preset {name!r}: a file is read by Policy.load(path), and is TOML.",
+    )
     check(preset not in _INSTEAD, f"unknown preset {name!r}: {_INSTEAD.get(preset, '')}.")
     check(
         dtype is None or preset in PRESET_FIELDS or dtype_name(dtype) in PRESET_FIELDS,

@@ -14,7 +14,7 @@ from ..errors import PolicyError, did_you_mean, kind_of
 from . import spelling
 from .fields import GuardConfig, OpRules, PolicyFields, ScalingConfig, check, check_known
 from .kinds import kinds
-from .presets import ALIASES, PRESET_FIELDS, preset_fields
+from .presets import ALIASES, PRESET_FIELDS, PRESET_KEYS, preset_fields, refuse_key_elsewhere
 from .spelling import CONFIGS, FIELDS, KEYS, PRECISIONS
 
 _DOTTED = tuple(f"{name}.{field.name}" for name, config in CONFIGS.items() for field in fields(config))
@@ -31,7 +31,8 @@ def parse(text: str) -> PolicyFields:
     items = list(_items(text))
     at, name = items[0]
     try:
-        check("=" not in name, f"a policy starts with a preset ({', '.join(PRESET_FIELDS)}): write 'fp32, {name}'.")
+        if "=" in name:
+            raise PolicyError(_no_preset(name))
         draft = _Draft(preset_fields(name))
         for at, item in items[1:]:  # noqa: B007  # the position of the edit that failed
             draft.edit(item)
@@ -41,6 +42,15 @@ def parse(text: str) -> PolicyFields:
         return draft.policy()
     except PolicyError as error:
         raise _unreadable(text, None, str(error)) from None
+
+
+def _no_preset(edit: str) -> str:
+    """Return what is wrong with a text that begins with an edit; a PolicyError if there is no such edit."""
+    key, _, word = map(str.strip, edit.partition("="))
+    if key in PRESET_KEYS:
+        return f"a policy starts with a preset: write {word!r}."
+    _Draft(PRESET_FIELDS["fp32"]).edit(edit)
+    return f"a policy starts with a preset ({', '.join(PRESET_FIELDS)}): write 'fp32, {edit}'."
 
 
 def _unreadable(text: str, at: int | None, why: str) -> PolicyError:
@@ -136,6 +146,7 @@ def _unknown_key(key: str, word: str) -> str:
     if folded != key and (folded in KEYS or folded.startswith(spelling.PREFIXES)):
         return f"keys are lower case: write '{folded}={word}', or 'module:{key}={word}' for modules called {key!r}."
     bare = key.removeprefix("?").strip()
+    refuse_key_elsewhere(bare)
     hint = did_you_mean(bare, (*KEYS, *_DOTTED))
     if hint.startswith(" Valid"):
         hint = f" Keys are {', '.join((*KEYS, 'op:NAME', 'module:PATTERN', 'scaling.FIELD', 'guard.FIELD'))}."

@@ -15,7 +15,7 @@ from ..files import as_path, write_text
 from . import spelling
 from .fields import GuardConfig, OpRules, PolicyFields, ScalingConfig, check, check_known
 from .kinds import is_word, kinds, options
-from .presets import preset_fields
+from .presets import PRESET_FIELDS, preset_fields, refuse_key_elsewhere
 from .spelling import CONFIGS, FIELDS
 
 if sys.version_info >= (3, 11):
@@ -49,12 +49,15 @@ def from_document(document: Mapping[str, object]) -> PolicyFields:
     """Return the policy that a plain form describes; see `Policy.from_dict`."""
     check(isinstance(document, Mapping), f"a policy's plain form is a dict, not {type(document).__name__}.")
     for key in document:
+        check(
+            key not in PRESET_FIELDS,
+            f"{key!r} is a preset, and stands under the key 'preset'. No config of DeepSpeed is read.",
+        )
+        refuse_key_elsewhere(key)
         check_known("key", key if isinstance(key, str) else shown(key), _KEYS)
     version = document.get("version", VERSION)
-    check(
-        isinstance(version, int) and version == VERSION,
-        f"'version': a policy of version {shown(version)}; this mezzo reads version {VERSION}.",
-    )
+    is_read = isinstance(version, int) and version == VERSION
+    check(is_read, f"'version': a policy of version {shown(version)}; this mezzo reads version {VERSION}.")
     preset = preset_fields(document["preset"]) if "preset" in document else PolicyFields()
     changes: dict[str, object] = {
         name: _value(name, kinds(PolicyFields)[name], document[name]) for name in FIELDS if name in document
