@@ -274,3 +274,15 @@ def test_without_a_compiler_the_reference_says_why(monkeypatch: pytest.MonkeyPat
         "backend='cpu' was asked for adamw on cpu bf16: no C++ compiler (g++, clang++, or the one that CXX names). "
         "Write backend='auto'."
     )
+
+
+def test_a_source_that_cannot_be_read_is_a_reason_and_no_error(tmp_path: Path) -> None:
+    """As in a zip file, or in a program that was frozen without its data."""
+    (archive := tmp_path / "app.zip").write_bytes(b"")
+    with pytest.raises(
+        build.NativeBuildError, match=r"their source cannot be read \(Not a directory: '.*app\.zip.*'\)"
+    ) as refused:
+        build.library(archive / "mezzo" / "cpu.cpp")
+    assert refused.value.remedy == "Install mezzo as files, .cpp and .h among them."
+    with pytest.raises(build.NativeBuildError, match="No such file"):
+        build.library(tmp_path / "cpu.cpp")

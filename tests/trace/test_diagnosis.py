@@ -55,6 +55,18 @@ def test_the_op_that_overflowed_is_said_with_its_policy_edit() -> None:
     assert found.edit == "module:1=fp32" and found.fix.startswith("Add 'module:1=fp32' to the policy")
 
 
+def test_a_line_without_a_source_is_said_by_its_number() -> None:
+    """As at `python -c`, in a notebook that was closed, or in a program that was frozen."""
+    found_in: dict[str, type[nn.Module]] = {}
+    exec(
+        "from torch import nn\nclass Typed(nn.Module):\n    def forward(self, x): return x.half() * 60000 * 2\n",
+        found_in,
+    )
+    net, x = nn.Sequential(nn.Linear(2, 2), found_in["Typed"]()), torch.ones(1, 2)
+    found = rerun_traced(net, lambda: net(x).float().sum().backward(), step=3, scale=1.0)
+    assert "overflow in mul, forward, module 1 at <string>:3: fp16 overflows" in found.sentence
+
+
 def test_a_batch_without_a_fault_says_nothing() -> None:
     net = nn.Linear(2, 2)
     found = rerun_traced(net, lambda: net(torch.ones(1, 2)).sum().backward(), step=0, scale=1.0)

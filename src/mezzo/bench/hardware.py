@@ -246,13 +246,11 @@ def _on_formats(formats: Mapping[str, FormatReport], fastest: str) -> list[str]:
     lines = []
     if best.times_fp32 > 1.0:
         lines.append(
-            f"{fastest} products run at {best.times_fp32:.1f}x the rate of fp32: this device has fast 16-bit units, "
-            "and mixed precision pays where large products dominate."
+            f"{fastest} products run at {best.times_fp32:.1f}x the rate of fp32: this device has fast 16-bit units, and mixed precision pays where large products dominate."
         )
     else:
         lines.append(
-            f"no 16-bit format multiplies faster than fp32 here ({fastest} {best.times_fp32:.2f}x): 16 bit saves "
-            "memory on this device, not time; write policy fp32 unless memory is short."
+            f"no 16-bit format multiplies faster than fp32 here ({fastest} {best.times_fp32:.2f}x): 16 bit saves memory on this device, not time; write policy fp32 unless memory is short."
         )
     lines += [
         f"{name} products run at {report.times_fp32:.2f}x the rate of fp32; prefer {fastest} on this device."

@@ -231,7 +231,6 @@ def run_tests(paths: Sequence[str], root: Path | None = None) -> str:
     last = (done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or ["no output"])[-1]
     if done.returncode != 0:
         raise BenchError(
-            f"the tests of what would be timed do not pass ({last.strip('= ')}); fix them, or time it all the same "
-            f"with --no-check. They are: pytest {' '.join(paths)}"
+            f"the tests of what would be timed do not pass ({last.strip('= ')}); fix them, or time it all the same with --no-check. They are: pytest {' '.join(paths)}"
         )
     return last.strip("= ")

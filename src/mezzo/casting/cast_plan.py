@@ -71,8 +71,7 @@ def _read_device_types(device_type: str | torch.device | None) -> tuple[str, ...
     if not _has_autocast(name):
         known = [d for d in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(d)]
         raise RegionError(
-            f"autocast({device_type!r}): torch has no autocasting for this device. Invalid device string: '{name}'."
-            f"{did_you_mean(name, known)}"
+            f"autocast({device_type!r}): torch has no autocasting for this device. Invalid device string: '{name}'.{did_you_mean(name, known)}"
         )
     return (name,)
 

@@ -116,8 +116,7 @@ def saved_as_given(
             return kept
         if around is None and version(kept) != counted:
             raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{what}, {describe(kept)}. Write to a copy of it."
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: {what}, {describe(kept)}. Write to a copy of it."
             )
         rounded = kept.to(low) if kept.dtype is torch.float32 else kept
         return rounded.float().as_strided(*view)

@@ -27,8 +27,7 @@ def refuse_joining(joined: object, call: str) -> None:
     if is_joining(joined):
         raise DistributedError(
             f"amp.backward was called inside `with {call}:`, where a rank may run out of batches, and amp.step takes a "
-            "decision of all ranks. Give each rank as many batches (DistributedSampler pads, drop_last=True cuts), "
-            f"and leave {call.partition('(')[0].removeprefix('ddp.')}() out."
+            f"decision of all ranks. Give each rank as many batches (DistributedSampler pads, drop_last=True cuts), and leave {call.partition('(')[0].removeprefix('ddp.')}() out."
         )
 
 
@@ -141,10 +140,7 @@ class ReplicaWrapper(Wrapper):
                 "a bucket with theirs. Write DistributedDataParallel(model, find_unused_parameters=True), or freeze them."
             )
         if not self._was_called:
-            return (
-                "The model was called past its DistributedDataParallel wrapper, so no gradient was averaged. Call the wrapper, "
-                "as in ddp(x), not the model inside it."
-            )
+            return "The model was called past its DistributedDataParallel wrapper, so no gradient was averaged. Call the wrapper, as in ddp(x), not the model inside it."
         return UNKNOWN
 
 
@@ -207,13 +203,11 @@ def _around(model: nn.Module) -> list[ReplicaWrapper]:
 def _refuse_own_ways(ddp: DistributedDataParallel) -> None:
     if ddp.mixed_precision is not None:
         raise PolicyError(
-            "the DistributedDataParallel model has mixed_precision, and the policy casts weights too: two mechanisms would, each its own "
-            "way. Leave mixed_precision out."
+            "the DistributedDataParallel model has mixed_precision, and the policy casts weights too: two mechanisms would, each its own way. Leave mixed_precision out."
         )
     if delayed_params(ddp):
         raise PolicyError(
-            "the DistributedDataParallel model has delay_all_reduce_named_params, which writes gradients before each forward that "
-            "amp.backward did not make. Leave it out."
+            "the DistributedDataParallel model has delay_all_reduce_named_params, which writes gradients before each forward that amp.backward did not make. Leave it out."
         )
 
 

@@ -138,8 +138,7 @@ class WatchedGather(ShardCollective):
 def _check_reduce(policy: Policy) -> None:
     if policy.reduce is FP8:
         raise PolicyError(
-            "the policy declares reduce=fp8, and gradients of shards are reduced by torch, which has no blocks with scales. "
-            "Write reduce=bf16, or wrap the model in DistributedDataParallel."
+            "the policy declares reduce=fp8, and gradients of shards are reduced by torch, which has no blocks with scales. Write reduce=bf16, or wrap the model in DistributedDataParallel."
         )
 
 
@@ -167,8 +166,7 @@ def refuse_flat(model: nn.Module, *, looks_around: bool = False) -> None:
     if any(hasattr(p, "_st_info") for p in model.parameters()):  # of torch.distributed.tensor.parallel.ddp
         raise PolicyError(
             "the model is parallel by tensors, and was made ready for DistributedDataParallel, which takes their parts for whole weights: "
-            f"each rank {_OWN_ALONE} Write mezzo.distributed.fully_shard(model, policy, "
-            "mesh=mesh['dp']) around the parallel model in its place, then make the optimizer, then prepare."
+            f"each rank {_OWN_ALONE} Write mezzo.distributed.fully_shard(model, policy, mesh=mesh['dp']) around the parallel model in its place, then make the optimizer, then prepare."
         )
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None or not is_running() or dist.get_world_size() == 1:

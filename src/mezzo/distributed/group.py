@@ -227,15 +227,11 @@ class Group:
         if not missing:
             return (
                 f"rank {own} waited {waited} for the others of {spell(self.ranks)}, and all are there now: they do "
-                "not take part in the same collectives in the same order. Call forward, backward and step as often on every rank, "
-                f"open no_sync() on all or on none, and {_EVEN}."
+                f"not take part in the same collectives in the same order. Call forward, backward and step as often on every rank, open no_sync() on all or on none, and {_EVEN}."
             )
         lost = spell(missing)
         if has_ended:
-            return (
-                f"{lost} ended, and rank {own} waits for it. The output of {lost} says why; if it holds no error, its batches "
-                f"ran out: {_EVEN}. Start again from the last checkpoint."
-            )
+            return f"{lost} ended, and rank {own} waits for it. The output of {lost} says why; if it holds no error, its batches ran out: {_EVEN}. Start again from the last checkpoint."
         return f"{lost} did not answer rank {own} in {waited}: ended, or stuck. The output of {lost} says why; start again from the last checkpoint."
 
     def is_first_at(self, key: str) -> bool:

@@ -187,8 +187,7 @@ def _check_read_back(name: str, tensor: Tensor) -> None:
         if is_out_of_memory(error):
             raise
         raise CheckpointError(
-            f"save_checkpoint was given {name}, a {type(tensor).__name__}, which load_checkpoint could not read: {first_line(error)}. "
-            "Write torch.save(amp.state_dict(), file)."
+            f"save_checkpoint was given {name}, a {type(tensor).__name__}, which load_checkpoint could not read: {first_line(error)}. Write torch.save(amp.state_dict(), file)."
         ) from error
 
 

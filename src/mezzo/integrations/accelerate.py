@@ -78,8 +78,7 @@ class Accelerator(accelerate.Accelerator):
         handlers = [h for h in kwargs.get("kwargs_handlers") or () if isinstance(h, (AutocastKwargs, GradScalerKwargs))]
         if handlers:
             raise PolicyError(
-                f"{type(handlers[0]).__name__} was given beside policy={policy!s}, which has its own op rules and loss "
-                "scale. Write them into the policy: 'fp16, scaling.init_scale=1024'."
+                f"{type(handlers[0]).__name__} was given beside policy={policy!s}, which has its own op rules and loss scale. Write them into the policy: 'fp16, scaling.init_scale=1024'."
             )
         check_precision(kwargs.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION"), policy)
         super().__init__(*args, **kwargs)
@@ -280,8 +279,7 @@ def adopt(accelerator: accelerate.Accelerator, policy: PolicyLike) -> None:
     kind = accelerator.distributed_type
     if kind in _REFUSED or (kind == DistributedType.FSDP and not accelerator.is_fsdp2):
         raise PolicyError(
-            f"Accelerate runs under {kind.value}, which keeps weights and takes steps itself, so policy={policy!s} "
-            "cannot hold. Launch with DDP or FSDP2 (fsdp_version: 2)."
+            f"Accelerate runs under {kind.value}, which keeps weights and takes steps itself, so policy={policy!s} cannot hold. Launch with DDP or FSDP2 (fsdp_version: 2)."
         )
     accelerator.__class__ = Accelerator
     accelerator._adapter = accelerator.scaler = Adapter(policy, _CALLS)

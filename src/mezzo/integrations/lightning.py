@@ -145,8 +145,7 @@ class MezzoPrecision(Precision):
             )
         if is_overridden("backward", model):
             raise StepError(
-                f"{type(model).__name__} overrides backward, which would go past the loss scale. Leave it out, or "
-                "write self.manual_backward(loss) with automatic_optimization = False."
+                f"{type(model).__name__} overrides backward, which would go past the loss scale. Leave it out, or write self.manual_backward(loss) with automatic_optimization = False."
             )
         self._clips_now = is_overridden("configure_gradient_clipping", model)
         own: list[Optimizer] = []

@@ -169,8 +169,7 @@ def _writer(target: Any, own: ExitStack) -> Writer:
     if callable(target):
         return target
     raise ConfigError(
-        f"monitor(to=...) was given {type(target).__name__}; it writes to a SummaryWriter of TensorBoard, a run of wandb.init(), "
-        "a folder, or a function of (values, step)."
+        f"monitor(to=...) was given {type(target).__name__}; it writes to a SummaryWriter of TensorBoard, a run of wandb.init(), a folder, or a function of (values, step)."
     )
 
 

@@ -257,8 +257,7 @@ def check_read(op: str, name: str, tensor: Tensor, shape: Sequence[int], dtype: 
         reason = f"not {dtype_name(dtype)}{tuple(shape)}"
     if reason := reason or misplaced(tensor, tensor) or ("and negated when it is read" if tensor.is_neg() else ""):
         raise OperandError(
-            f"gradients of {op} cannot be computed: its {name} is {describe(tensor)}, {reason}. "
-            "Have hooks on saved tensors give back what they were given."
+            f"gradients of {op} cannot be computed: its {name} is {describe(tensor)}, {reason}. Have hooks on saved tensors give back what they were given."
         )
 
 

@@ -36,7 +36,11 @@ _log = logging.getLogger("mezzo.step")
 class PreparedRun:
     """What a stepper has besides its steps: state, reports, checkpoints, and the way back."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, *given: Engine) -> None:
+        if len(given) != 1 or not isinstance(engine := given[0], Engine):
+            raise StepTypeError(
+                "a Stepper is what mezzo.prepare returns: write amp = mezzo.prepare(model, optimizer, policy)."
+            )
         self.model, self.optimizers, self._engine = engine.model, engine.optimizers, engine
         self._forward_hook, binding = ForwardHook(engine), engine.recovery.binding
         binding.before_forward = weakly(self._forward_hook, ForwardHook.__call__)

@@ -108,7 +108,8 @@ def _of_loss(report: TraceReport, is_narrow: bool) -> Diagnosis:
 
 
 def _found(fault: Finding) -> str:
-    line = "" if fault.frame is None else f" at {fault.frame} ({source_line(fault.frame)})"
+    text = "" if fault.frame is None else source_line(fault.frame)
+    line = "" if fault.frame is None else f" at {fault.frame}{f' ({text})' if text else ''}"
     return f"{fault.verdict} in {fault.op}, {fault.phase}, module {fault.path}{line}: {fault.why}"
 
 

@@ -134,8 +134,7 @@ def check_same_run(state: dict[str, Any], config: TrainConfig, labels: tuple[str
         )
     if state["fingerprint"] != fingerprint:
         raise CheckpointError(
-            f"the rows of {config.data} have changed since the checkpoint was written, so the run cannot go on as it "
-            "was. Bring the old data back, or start a run in another --out."
+            f"the rows of {config.data} have changed since the checkpoint was written, so the run cannot go on as it was. Bring the old data back, or start a run in another --out."
         )
 
 

@@ -202,8 +202,7 @@ class TrainConfig:
         fitting = " or ".join(str(fit) for fit in (below, below + count) if fit)
         _check(
             size % count == 0,
-            f"batch_size={size} is the batch of all {ranks} ranks together and is run in {count} micro-batches, which would not be "
-            f"equal. Write --batch-size {fitting}.",
+            f"batch_size={size} is the batch of all {ranks} ranks together and is run in {count} micro-batches, which would not be equal. Write --batch-size {fitting}.",
         )
         return count
 

@@ -235,6 +235,5 @@ def launch(command: Sequence[str], *, nproc: int, max_restarts: int) -> int:
     if code > 0:
         return code
     raise DistributedError(
-        f"rank {rank} was ended by {signal.Signals(-code).name}, and the others were stopped. Go on from the last checkpoint "
-        "with --resume, or let --max-restarts do so."
+        f"rank {rank} was ended by {signal.Signals(-code).name}, and the others were stopped. Go on from the last checkpoint with --resume, or let --max-restarts do so."
     )

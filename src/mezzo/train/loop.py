@@ -41,8 +41,7 @@ def _check_folder(config: TrainConfig, folder: RunFolder) -> None:
     taken = folder.replaced
     if taken and not folder.is_run and (folder.config.exists() or not config.resume):
         raise ConfigError(
-            f"{config.out} holds no run that training could go on with or give up, and training would replace {listed(taken)} in it. "
-            "Write --out with a new folder, or with that of a run."
+            f"{config.out} holds no run that training could go on with or give up, and training would replace {listed(taken)} in it. Write --out with a new folder, or with that of a run."
         )
     given_up = {folder.path.resolve(), folder.best.resolve()} if config.overwrite else set()
     if config.model is not None and Path(config.model).resolve() in given_up:

@@ -89,8 +89,7 @@ def _check_columns(path: Path, wanted: tuple[str, str], columns: list[str]) -> N
         if name not in columns:
             kind = "text" if name == wanted[0] else "label"
             raise DataError(
-                f"the data file {path} has no column {name!r}; it has {', '.join(map(repr, columns))}. "
-                f"Name the right one with --{kind}-column.{did_you_mean(name, columns)}"
+                f"the data file {path} has no column {name!r}; it has {', '.join(map(repr, columns))}. Name the right one with --{kind}-column.{did_you_mean(name, columns)}"
             )
 
 

@@ -74,9 +74,13 @@ def library(source: Path) -> ctypes.CDLL:
     The file's name holds everything the result depends on: sources, flags and processor, and the compiler where CXX
     names one. So what was compiled once is found where there is no compiler.
 
-    Raises: NativeBuildError: no compiler, or it failed, or nowhere to keep what it made; with the first complaint.
+    Raises: NativeBuildError: no source, no compiler, or it failed, or nowhere to keep what it made; with the first complaint.
     """
-    found = _library(source)
+    try:
+        found = _library(source)
+    except OSError as error:  # in a zip file, or frozen without its data
+        why, remedy = f"({error.strerror}: '{error.filename}')", "Install mezzo as files, .cpp and .h among them."
+        raise NativeBuildError(f"their source cannot be read {why}", remedy) from error
     if isinstance(found, NativeBuildError):
         raise found
     return found
