@@ -81,3 +81,11 @@ def test_a_policy_of_another_library(name: str, means: str) -> None:
 def test_a_policy_that_is_none_here(name: str, word: str) -> None:
     with pytest.raises(mezzo.errors.PolicyError, match=f"unknown preset '{name}': .*{word}"):
         mezzo.Policy.parse(name)
+
+
+def test_a_stepper_is_made_by_prepare() -> None:
+    model = nn.Linear(1, 1)
+    for given in ((model, torch.optim.SGD(model.parameters()), "bf16"), (model,), ()):
+        with pytest.raises(mezzo.errors.StepTypeError, match=r"write amp = mezzo\.prepare\(model, optimizer, policy\)"):
+            mezzo.Stepper(*given)  # type: ignore[arg-type]
+    assert type(model) is nn.Linear

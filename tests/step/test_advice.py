@@ -141,7 +141,9 @@ WORDS = {
     "get_scale": "Read amp.scale", "autocast": "leave the block out", "accumulate": "amp.backward(loss / n)",
     "save_state": "torch.save(amp.state_dict(), path)", "optimizer_step_was_skipped": "result.applied",
     "train": "Write amp.model.train", "zzz": "Valid: backward, capture", "param_groups": "Write amp.optimizers[0].param_groups",
-    "bakward": "Did you mean 'backward'?",
+    "bakward": "Did you mean 'backward'?", "loss_scale": "Read amp.scale", "scheduler": "amp.on_applied(scheduler.step)", "skipped": "result.applied",
+    "global_step": "amp.counters().applied", "masters": "amp.export_weights()", "dtype": "amp.policy.compute", "enabled": "amp.policy.is_low",
+    "manual_backward": "Write amp.backward(loss)", "no_sync": "with ddp.no_sync()",
 }  # fmt: skip
 
 

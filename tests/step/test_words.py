@@ -22,14 +22,6 @@ def test_a_released_stepper_says_so() -> None:
     assert repr(amp) == "Stepper(released)" and "released" in amp._repr_html_()
 
 
-def test_a_stepper_is_made_by_prepare() -> None:
-    model = nn.Linear(1, 1)
-    for given in ((model, torch.optim.SGD(model.parameters()), "bf16"), (model,), ()):
-        with pytest.raises(StepTypeError, match=r"write amp = mezzo\.prepare\(model, optimizer, policy\)"):
-            mezzo.Stepper(*given)  # type: ignore[arg-type]
-    assert type(model) is nn.Linear
-
-
 @pytest.mark.parametrize("policy", ["bf16", "fp16, scaling.init_scale=256", "fp32"])
 @pytest.mark.parametrize("kind", [mezzo.GradScaler, torch.amp.GradScaler])
 class TestAScalerLeftBeside:

@@ -57,20 +57,24 @@ OF_BACKWARD = ARGUMENTS | {"": " For loss.backward(gradient) write amp.backward(
 _CLIP = "amp.step() divides gradients by the loss scale. Clip with amp.step(max_norm=...) or amp.step(clip_value=...), and edit gradients inside `with amp.unscaled_grads():`."
 _SAVE = "Write torch.save(amp.state_dict(), path), and amp.load_state_dict(torch.load(path))."
 ELSEWHERE = {
-    **dict.fromkeys(
-        ("unscale_", "clip_grad", "clip_grad_norm", "clip_grad_norm_", "clip_grad_value_", "clip_gradients"), _CLIP
-    ),
+    **dict.fromkeys(("unscale_", "clip_grad", "clip_grad_norm", "clip_grad_norm_", "clip_grad_value_", "clip_gradients"), _CLIP),
     **dict.fromkeys(("save", "load", "save_state", "load_state", "save_checkpoint", "load_checkpoint"), _SAVE),
+    **dict.fromkeys(("accumulate", "gradient_accumulation_steps", "is_gradient_accumulation_boundary"), _sentence(_MICRO_BATCHES)),
+    **dict.fromkeys(("scaler", "scale_loss"), _sentence(_SCALES)),
+    **dict.fromkeys(("get_scale", "loss_scale", "cur_scale", "get_loss_scale"), "Read amp.scale."),
+    **dict.fromkeys(("scheduler", "lr_scheduler"), _sentence(ARGUMENTS["scheduler"])),
+    **dict.fromkeys(("optimizer_step_was_skipped", "found_inf", "all_finite", "skipped", "overflow"),
+                    "amp.step() returns what happened: write result = amp.step(), and read result.applied."),
+    **dict.fromkeys(("global_step", "global_steps", "num_steps", "steps"), "Read amp.counters().applied."),
+    **dict.fromkeys(("master_params", "master_weights", "masters"), "amp.export_weights() has the fp32 values of all weights."),
+    **dict.fromkeys(("dtype", "compute_dtype", "precision"), "Read amp.policy.compute."),
+    **dict.fromkeys(("enabled", "is_enabled"), "The policy says it: amp.policy.is_low, and 'fp32' casts nothing."),
     "agree": "amp.agree is now called amp.consensus.",
     "update": "amp.step() moves the loss scale too: leave it out.",
-    "get_scale": "Read amp.scale.",
     "autocast": "The model runs in its policy wherever it is called: leave the block out.",
-    **dict.fromkeys(
-        ("accumulate", "gradient_accumulation_steps", "is_gradient_accumulation_boundary"), _sentence(_MICRO_BATCHES)
-    ),
-    **dict.fromkeys(("scaler", "scale_loss"), _sentence(_SCALES)),
-    "optimizer_step_was_skipped": "amp.step() returns what happened: write result = amp.step(), and read result.applied.",
-}
+    "manual_backward": "Write amp.backward(loss).",
+    "no_sync": "It is of the wrapper: write `with ddp.no_sync():` around the backward passes before the last one of a step.",
+}  # fmt: skip
 """What to write for words that other libraries have for the steps of a training loop."""
 
 
