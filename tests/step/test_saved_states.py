@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -68,3 +69,40 @@ def test_sparse_momentum_is_resumed_and_what_is_no_state_of_a_parameter_released
         amp.release()
     assert all(map(torch.equal, one_weights := list(one.model.parameters()), other.model.parameters()))
     assert all(p.dtype is torch.float32 for p in one_weights)
+
+
+KINDS: list[Callable[[Any], torch.optim.Optimizer]] = [
+    lambda params: torch.optim.AdamW(params, lr=0.01),
+    lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),
+    lambda params: torch.optim.Rprop(params),
+    lambda params: torch.optim.LBFGS(params, lr=0.01, max_iter=2),
+    lambda params: mezzo.optim.Adam(params, lr=0.01),
+]
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16-master"])
+@pytest.mark.parametrize("kind", KINDS, ids=["AdamW", "SGD", "Rprop", "LBFGS", "mezzo"])
+def test_a_state_that_stays_in_memory_is_gone_back_to_as_often_as_one_likes(
+    kind: Callable[[Any], torch.optim.Optimizer], policy: str
+) -> None:
+    """The best so far, or the start of a search for a rate: training on from it leaves it as it is."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    amp, x = mezzo.prepare(model, kind(model.parameters()), policy), torch.randn(8, 4)
+
+    def trained() -> list[torch.Tensor]:
+        def closure() -> torch.Tensor:
+            amp.zero_grad()
+            amp.backward(loss := model(x).square().mean())
+            return loss
+
+        for _ in range(3):
+            assert amp.step(closure)
+        return [p.detach().clone() for p in amp.export_weights().values()]
+
+    trained()
+    saved = copy.deepcopy(amp.state_dict())
+    ends = []
+    for _ in range(3):
+        assert amp.load_state_dict(saved) == ()
+        ends.append(trained())
+    assert all(torch.equal(a, b) for end in ends[1:] for a, b in zip(ends[0], end, strict=True))

@@ -24,5 +24,6 @@ from .saved_state import check_mapping as check_mapping
 from .saved_state import check_saved as check_saved
 from .saved_state import check_tensor as check_tensor
 from .saved_state import each_entry as each_entry
+from .saved_state import in_own_memory as in_own_memory
 from .saved_state import refuse as refuse
 from .sgd import SGD as SGD

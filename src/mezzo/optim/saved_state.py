@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -83,6 +84,14 @@ def each_entry(saved: Mapping[str, Any], change: Callable[[dict[str, Any]], dict
     """Return a saved state with that of each parameter changed; what an optimizer keeps under keys of its own stays. Host only."""
     keys = {key for group in saved["param_groups"] for key in group["params"]}
     return {key: change(entry) if key in keys else entry for key, entry in saved["state"].items()}
+
+
+def in_own_memory(value: Any) -> Any:
+    """Return a saved value, or one that holds tensors, in memory that a step may write: torch's optimizers go on in what they load. Syncs: no."""
+    if isinstance(value, Tensor):  # several elements may be one in memory
+        is_expanded = value.layout is torch.strided and 0 in value.stride()
+        return value.detach().clone(**{"memory_format": torch.contiguous_format} if is_expanded else {})
+    return {k: in_own_memory(v) for k, v in value.items()} if type(value) is dict else copy.deepcopy(value)
 
 
 _WHOLE = "Take a whole checkpoint of amp.state_dict(), of such a model and such optimizers."

@@ -26,6 +26,7 @@ from ..optim import (
     check_saved,
     check_tensor,
     each_entry,
+    in_own_memory,
     keeps_masters,
     local_optimizer,
     mode_of_state,
@@ -268,14 +269,8 @@ def _for_plain(optimizer: Optimizer, entry: Mapping[str, Any]) -> dict[str, Any]
         now = optimizer.param_groups[index] if index < len(optimizer.param_groups) else {}
         kept = {name: value for name, value in group.items() if name not in OWN_OPTIONS}
         groups.append({**now, **kept, **{name: now[name] for name in HOW if name in now}})
-    state = each_entry(entry, lambda kept: {name: _in_own_memory(v) for name, v in kept.items() if name not in own})
+    state = each_entry(entry, lambda kept: {name: v for name, v in in_own_memory(kept).items() if name not in own})
     return {**entry, "state": state, "param_groups": groups}
-
-
-def _in_own_memory(value: Any) -> Any:
-    """Return a saved value, copied where several elements of a tensor are one in memory, which torch's optimizers could not write."""
-    is_expanded = isinstance(value, Tensor) and value.layout is torch.strided and 0 in value.stride()
-    return value.clone(memory_format=torch.contiguous_format) if is_expanded else value
 
 
 def load_scale_(
