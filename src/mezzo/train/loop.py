@@ -206,7 +206,7 @@ def _run(config: TrainConfig, folder: RunFolder, world: DistContext, held: ExitS
             progress.note(
                 f"update {done} was the last, which leaves none for the policy {asked}: the result is that of {policy}"
             )
-        trainer.train(progress, corpus.summary)
+        trainer.train(progress, f"{corpus.summary}; {policy} on {world.device}")
     world.wait()  # until the best model is written
     result = _tested(trainer, config, policy, corpus, test)
     if world.is_first:
