@@ -111,6 +111,12 @@ def test_a_model_of_pickles_is_refused_and_runs_nothing(
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize("command", ["predict", "train"])
+def test_a_file_is_no_model(command: str, trained: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    file = trained.out / "best" / "model.safetensors"
+    assert f"it is a file, in the folder '{file.parent}'." in refused(capsys, command, "--model", str(file))
+
+
 @pytest.mark.parametrize("name", ["nope", "./nope", "some/where/else"])
 def test_a_mistyped_model_is_said_at_once(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -176,6 +176,8 @@ def check_reachable(name: str) -> None:
         if not any(Path(name).glob("*config.json")):  # also those of adapters
             raise OSError("the folder holds no model: it has no config.json.")
         return
+    if Path(name).is_file():
+        raise OSError(f"it is a file, in the folder '{Path(name).parent}'.")
     if name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1:
         raise OSError("there is no such folder.")
     from huggingface_hub import try_to_load_from_cache
