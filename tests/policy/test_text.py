@@ -153,6 +153,10 @@ KEYS = (
         ("fp16, loss=fp32;output=fp32", " at position 6: write 'loss=fp32,output=fp32', with commas."),
         ("output=fp32", (" at position 0: a policy starts with a preset (fp32, fp16, bf16, fp16-master, bf16-master, "
                         "auto): write 'fp32, output=fp32'.")),
+        ("params=float32,compute=float16,output=float32", (" at position 0: a policy starts with a preset (fp32, fp16, bf16, fp16-master, bf16-master, "
+                        "auto): write 'fp16, params=float32, compute=float16, output=float32'.")),
+        ("compute=auto, lss=fp32", (" at position 0: a policy starts with a preset (fp32, fp16, bf16, fp16-master, bf16-master, "
+                        "auto): write 'auto, compute=auto, lss=fp32'.")),
         ("opt_level=O1", " at position 0: a policy starts with a preset: write 'O1'."),
         ("precision=16-mixed, loss=fp32", " at position 0: a policy starts with a preset: write '16-mixed'."),
         ("p=fp32", f" at position 0: unknown key 'p'. {KEYS} A module called 'p' is written 'module:p=fp32'."),

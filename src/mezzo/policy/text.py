@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import cached_property
 
@@ -32,7 +33,7 @@ def parse(text: str) -> PolicyFields:
     at, name = items[0]
     try:
         if "=" in name:
-            raise PolicyError(_no_preset(name))
+            raise PolicyError(_no_preset([item for _, item in items]))
         draft = _Draft(preset_fields(name))
         for at, item in items[1:]:  # noqa: B007  # the position of the edit that failed
             draft.edit(item)
@@ -44,13 +45,17 @@ def parse(text: str) -> PolicyFields:
         raise _unreadable(text, None, str(error)) from None
 
 
-def _no_preset(edit: str) -> str:
-    """Return what is wrong with a text that begins with an edit; a PolicyError if there is no such edit."""
-    key, _, word = map(str.strip, edit.partition("="))
+def _no_preset(edits: list[str]) -> str:
+    """Return what is wrong with a text that is edits alone; a PolicyError if the first is none. The preset of a dtype brings its loss scale."""
+    key, _, word = map(str.strip, edits[0].partition("="))
     if key in PRESET_KEYS:
         return f"a policy starts with a preset: write {word!r}."
-    _Draft(PRESET_FIELDS["fp32"]).edit(edit)
-    return f"a policy starts with a preset ({', '.join(PRESET_FIELDS)}): write 'fp32, {edit}'."
+    (draft := _Draft(PRESET_FIELDS["fp32"])).edit(edits[0])
+    for edit in edits[1:]:
+        with suppress(PolicyError):  # said of the text that is written instead
+            draft.edit(edit)
+    preset = spelling.plain("compute", draft.fields.get("compute", draft.preset.compute))
+    return f"a policy starts with a preset ({', '.join(PRESET_FIELDS)}): write '{preset}, {', '.join(edits)}'."
 
 
 def _unreadable(text: str, at: int | None, why: str) -> PolicyError:
