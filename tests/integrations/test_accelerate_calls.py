@@ -80,3 +80,12 @@ def test_what_is_no_loss_parameter_or_norm_is_refused_and_the_step_goes_on(call:
         call(accelerator, model)
     optimizer.step()
     assert accelerator.stepper.counters().applied == 1
+
+
+@pytest.mark.parametrize(("given", "policy"), [("no", "fp32"), ("fp16", "fp16"), ("bf16", "bf16"), (None, "auto")])
+def test_a_precision_without_a_policy_is_the_policy(given: str | None, policy: str) -> None:
+    """A program that changes its import alone trains in what it asked for; "no" trained in bf16."""
+    accelerator = Accelerator(cpu=True, mixed_precision=given)
+    model = loops.make_model()
+    accelerator.prepare(model, loops.make_optimizer(model)[0])
+    assert accelerator.stepper.policy == mezzo.Policy.parse(policy).resolve("cpu")

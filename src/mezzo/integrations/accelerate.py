@@ -66,15 +66,18 @@ class Accelerator(accelerate.Accelerator):
     """`accelerate.Accelerator` with `policy=` in place of `mixed_precision=`.
 
     Weights, clipping, accumulation and skipped steps are those of a loop written with `mezzo.prepare`, bit for bit;
-    `save_state` keeps the loss scale and the counters where Accelerate keeps a scaler. `policy` is as for `mezzo.prepare`.
+    `save_state` keeps the loss scale and the counters where Accelerate keeps a scaler. `policy` is as for `mezzo.prepare`;
+    left out, `mixed_precision` says it ("no" is fp32), else "auto".
 
     Raises:
         PolicyError: another precision beside the policy, or a launcher that takes the step itself.
     """
 
-    def __init__(self, *args: Any, policy: PolicyLike = "auto", **kwargs: Any) -> None:
+    def __init__(self, *args: Any, policy: PolicyLike | None = None, **kwargs: Any) -> None:
         if args and not isinstance(args[0], bool):  # device_placement
             raise PolicyError(f"Accelerator('{args[0]!s}'): write Accelerator(policy='{args[0]!s}'), by its name.")
+        if policy is None:
+            policy = str(kwargs.pop("mixed_precision", None) or "auto")
         handlers = [h for h in kwargs.get("kwargs_handlers") or () if isinstance(h, (AutocastKwargs, GradScalerKwargs))]
         if handlers:
             raise PolicyError(
