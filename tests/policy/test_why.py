@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.policy.policies import policies
+from torch import nn
 
 import mezzo
 from mezzo.errors import FormatError, PolicyError
@@ -241,6 +243,29 @@ def test_what_is_no_name_is_refused(asked: dict[str, Any], why: str) -> None:
     with pytest.raises(PolicyError) as refusal:
         NAMED.why(**asked)
     assert why in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "bf16",
+        "bf16, module:0=fp32",
+        "bf16, module:0=fp32_low_out",
+        "bf16, module:0=fp16",
+        "bf16, module:0=fp16, module:0.0=fp32",
+        "fp16, module:0=fp32, module:0.0=low",
+        "bf16, module:0=fp32, 0.0.*=fp32_low_out",
+    ],
+)
+@pytest.mark.parametrize("layer", [nn.LayerNorm(4), nn.Linear(4, 4)], ids=lambda layer: type(layer).__name__)
+def test_the_result_of_a_layer_inside_others_is_that_of_a_run(policy: str, layer: nn.Module) -> None:
+    model = nn.Sequential(nn.Sequential(nn.Sequential(copy.deepcopy(layer))))
+    seen: list[torch.Tensor] = []
+    model[0][0][0].register_forward_hook(lambda module, args, result: seen.append(result))
+    mezzo.prepare(model, policy=policy)
+    model(torch.randn(2, 4))
+    precision = Policy.parse(policy).why("0.0.0", class_name=type(layer).__name__).precision
+    assert precision.split()[-1] == dtype_name(seen[0].dtype)
 
 
 @pytest.mark.parametrize("device", ["zz", None, [], 3.5])

@@ -73,10 +73,10 @@ def why(
     check(module is None or isinstance(module, str),
           f"why was asked about the module {shown(module)}; write its full name, or None.")  # fmt: skip
     text = written(policy)
-    compute = _compute(policy, device)
     names = names_of(class_name)
     rules = _module_rules(policy, module or "", names) if module is not None or names else []
-    scope = _Scope(policy=policy, text=text, compute=compute, rules=rules)
+    around = _module_rules(policy, names_around(module)[0], ()) if module else []
+    scope = _Scope(policy=policy, text=text, compute=_compute(policy, device), rules=rules, around=around)
     if op is None:
         reasons, precision = scope.reasons(), scope.precision()
     else:
@@ -103,10 +103,9 @@ def _compute(policy: PolicyFields, device: torch.device) -> torch.dtype | None:
 
 def _module_rules(policy: PolicyFields, module: str, names: tuple[str, ...]) -> list[tuple[int, ModuleRule]]:
     """Return the rules of a module and of those around it, each with its index, strongest first."""
-    found = []
-    for fqn, class_names in ((module, names), *((around, ()) for around in names_around(module))):
-        found += [(i, rule) for i, rule in reversed(list(enumerate(policy.modules))) if rule.matches(fqn, class_names)]
-    return list(dict.fromkeys(found))
+    places = ((module, names), *((around, ()) for around in names_around(module)))
+    rules = list(enumerate(policy.modules))[::-1]
+    return list(dict.fromkeys((i, rule) for place in places for i, rule in rules if rule.matches(*place)))
 
 
 def names_around(module: str) -> list[str]:
@@ -123,23 +122,23 @@ class _Scope:
     text: Written
     compute: torch.dtype | None
     rules: list[tuple[int, ModuleRule]]
+    around: list[tuple[int, ModuleRule]]
 
     @property
     def is_off(self) -> bool:
         """Whether nothing is cast, whatever a rule says."""
         return self.compute is torch.float32
 
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """The dtype that low ops have here; None: the device decides."""
-        rule = self.rules[0][1].precision if self.rules and not self.is_off else Rule.LOW
-        if isinstance(rule, torch.dtype):
-            return rule
-        return torch.float32 if rule in FP32_RULES else self.compute
+    def dtype(self, *, around: bool = False) -> torch.dtype | None:
+        """Return the dtype that low ops have here, or in the module around; None: the device decides."""
+        rules = self.around if around else self.rules
+        rule = rules[0][1].precision if rules and not self.is_off else Rule.LOW
+        return rule if isinstance(rule, torch.dtype) else torch.float32 if rule in FP32_RULES else self.compute
 
     def precision(self) -> str:
-        low_out = self.rules and not self.is_off and self.rules[0][1].precision is Rule.FP32_LOW_OUT
-        return f"fp32, result {_name(self.compute)}" if low_out else _name(self.dtype)
+        is_low_out = bool(self.rules) and self.rules[0][1].precision is Rule.FP32_LOW_OUT
+        low = self.dtype(around=is_low_out)
+        return f"fp32, result {_name(low)}" if is_low_out and low is not torch.float32 else _name(low)
 
     def reasons(self) -> list[Reason]:
         rules = [Reason(text=write_module_rule(r), written=self.text.where(("module", i))) for i, r in self.rules]
@@ -163,11 +162,11 @@ def _op_reasons(scope: _Scope, op: str, device: torch.device) -> tuple[list[Reas
     if row is not None:
         edits.append((row.rule, Reason(text=write_op_rule(row.op, row.rule), written=source, why=row.reason)))
     reasons = [reason for _, reason in edits]
-    if scope.dtype is torch.float32:
+    if scope.dtype() is torch.float32:
         return [scope.reasons()[0], *reasons], "fp32"
     if not edits:
         return [Reason(text=write_op_rule(op, Rule.AS_IS), written=source, why="the table has no row for it")], _AS_IS
-    return reasons, _op_precision(edits[0][0], _name(scope.dtype), row)
+    return reasons, _op_precision(edits[0][0], _name(scope.dtype()), row)
 
 
 _AS_IS = "the dtype of its inputs"
