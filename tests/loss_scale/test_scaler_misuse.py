@@ -316,3 +316,12 @@ def test_scales_that_are_no_numbers() -> None:
     scaler = GradScaler("cpu")
     with pytest.raises(CheckpointError, match="scale='x', which is no number"):
         scaler.load_state_dict({**scaler.state_dict(), "scale": "x"})
+
+
+@pytest.mark.parametrize("given", [(65536.0, 2.0, 0.5, 2000), (1024,), (True,)])
+def test_the_signature_of_torch_cuda_amp(given: tuple[Any, ...]) -> None:
+    with pytest.raises(ScalerArgumentError) as refusal:
+        GradScaler(*given)
+    assert str(refusal.value) == (
+        f"GradScaler({given[0]}): a device stands first. torch.cuda.amp's order is mezzo.cuda.amp.GradScaler's."
+    )

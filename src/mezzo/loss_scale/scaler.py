@@ -72,8 +72,9 @@ class GradScaler(TorchNames):
         dynamic: bool = True,
     ) -> None:
         enabled = as_flag("GradScaler", "enabled", enabled, ScalerArgumentError)
-        kind = as_device("cpu" if device is None else device).type
-        if enabled and kind == "cuda" and not torch.cuda.is_available():
+        if isinstance(device, int | float):
+            raise ScalerArgumentError(f"GradScaler({device}): a device stands first. torch.cuda.amp's order is mezzo.cuda.amp.GradScaler's.")  # fmt: skip
+        if as_device("cpu" if device is None else device).type == "cuda" and enabled and not torch.cuda.is_available():
             warnings.warn(
                 'GradScaler("cuda") found no CUDA device and is disabled: losses and gradients pass through unscaled. '
                 'Write GradScaler("cpu") to scale losses on the CPU.',
