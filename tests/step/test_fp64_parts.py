@@ -56,3 +56,38 @@ def test_a_part_in_fp64_stays_so_under_the_rule_that_the_refusal_says(policy: st
     assert all(p.dtype is torch.float64 for p in model.wide.parameters())
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.double(), q.double(), rtol=2**-7, atol=2**-9, msg=name)
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16-master", "fp16, scaling.init_scale=256", "bf16, ops=mezzo"])
+def test_a_single_number_in_fp64_widens_nothing_and_is_taken(policy: str) -> None:
+    """`nn.Parameter(torch.tensor(numpy.log(1 / 0.07)))`, the temperature of OneFormer, is fp64 and of shape ()."""
+
+    class Contrast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(8, 8)
+            self.temperature = nn.Parameter(torch.tensor(2.6, dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.body(x) * self.temperature.exp()
+
+    torch.manual_seed(0)
+    model, x = Contrast(), torch.randn(16, 8)
+    plain = copy.deepcopy(model)
+    ours, torchs = (torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, plain))
+    amp = mezzo.prepare(model, ours, policy + ", output=none")
+    for _ in range(3):
+        amp.zero_grad()
+        out = model(x)
+        assert out.dtype is amp.policy.compute
+        amp.backward(out.float().square().mean())
+        assert amp.step(max_norm=1.0)
+        torchs.zero_grad()
+        with torch.autocast("cpu", dtype=amp.policy.compute):
+            plain(x).float().square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        torchs.step()
+    assert model.temperature.dtype is torch.float64
+    torch.testing.assert_close(model.temperature, plain.temperature, rtol=2**-9, atol=0)
+    amp.report(strict=True)
+    amp.load_state_dict(amp.state_dict())

@@ -33,7 +33,7 @@ from .forward import record
 def check_floats(model: nn.Module, policy: Policy) -> None:
     """Refuse, by a PolicyError, a model whose weights no region would cast, or that has no weights yet.
 
-    Low ops were asked for and weights are fp64, which regions leave alone, with no rule that keeps them out of 16 bit; or lazy modules have not run; or the model lies on the meta device.
+    Low ops were asked for and weights are fp64 (a single number widens nothing), which regions leave alone, with no rule that keeps them out of 16 bit; or lazy modules have not run; or the model lies on the meta device.
     """
     params = list(model.parameters())
     if params and params[0].is_meta:
@@ -47,7 +47,7 @@ def check_floats(model: nn.Module, policy: Policy) -> None:
             f"{len(lazy)} parameters and buffers of lazy modules have no shape yet ({listed(lazy)}), so a policy cannot "
             "decide about them. Run one forward, as in model(batch), before mezzo.prepare."
         )
-    doubles = [name for name, p in model.named_parameters() if policy.is_low and p.dtype is torch.float64]
+    doubles = [name for name, p in model.named_parameters() if policy.is_low and p.dtype is torch.float64 and p.ndim]
     modules = dict(model.named_modules())
     if wide := [n for n in doubles if precision_of(policy, n.rpartition(".")[0], modules) not in FP32_RULES]:
         part = wide[0].rpartition(".")[0]
