@@ -44,17 +44,15 @@ def test_a_faulty_script_ends_at_the_first_fault(tmp_path: Path, capsys: pytest.
 
 
 def test_a_scaler_that_finds_its_level_is_healthy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = trace_script(script(tmp_path, LOOP.replace("range(4)", "range(12)")), ["1.0"])
+    assert run.report.is_healthy and (run.report.record.skipped, run.report.record.updates, run.stopped) == (4, 8, "")
+    assert capsys.readouterr().out.count("step") == 12
+
+
+def test_a_scaler_that_took_no_step_has_shown_nothing(tmp_path: Path) -> None:
     run = trace_script(script(tmp_path, LOOP), ["1.0"])
-    assert run.report.is_healthy and run.stopped == ""
-    assert capsys.readouterr().out.count("step") == 4
-
-
-def test_a_scaler_that_skips_is_a_note(tmp_path: Path) -> None:
-    run = trace_script(
-        script(tmp_path, LOOP.replace('GradScaler("cpu")', 'GradScaler("cpu", init_scale=2.0**22)')), ["1.0"]
-    )
-    assert {f.verdict for f in run.report.findings} == {"loss-scale"}
-    assert run.report.is_healthy and run.report.record.steps == 4
+    assert {f.verdict for f in run.report.findings} == {"loss-scale"} and run.report.record.steps == 4
+    assert run.report.answer == "not enough seen" and "left out every step (4)" in run.report.unseen
 
 
 def test_going_on_after_the_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,9 @@ from mezzo.trace.trace_report import TraceReport
 SEEN = replace(record([]), forwards=2, backwards=2, updates=2, ops=90)
 OVERFLOW = replace(record([event(wide=(wide(7e4),))], sink("loss", 0)), forwards=1, backwards=1)
 
+SCALED = event(phase="backward", loss_scale=65536.0, wide=(wide(1e6),))
+TOO_HIGH = replace(record([SCALED], sink("gradient", 0)), forwards=1, backwards=1)
+
 
 def report(seen: TraceRecord) -> TraceReport:
     return TraceReport(record=seen, findings=find(seen))
@@ -28,7 +31,9 @@ def report(seen: TraceRecord) -> TraceReport:
         (replace(SEEN, ops=0), "not enough seen", "no op of torch ran"),
         (replace(SEEN, backwards=0), "not enough seen", "nothing went backward"),
         (replace(SEEN, ended="KeyError: 'x'"), "not enough seen", "KeyError"),
-        (replace(SEEN, updates=0, skipped=21), "not enough seen", "left out every step (21)"),
+        (replace(SEEN, updates=0, skipped=3), "not enough seen", "left out every step (3)"),
+        (replace(TOO_HIGH, updates=0), "not enough seen", "left out every step (1)"),
+        (replace(TOO_HIGH, updates=1), "healthy", ""),
         (replace(SEEN, updates=1, skipped=21), "healthy", ""),
         (OVERFLOW, "faulty", ""),
         (replace(OVERFLOW, ended="RuntimeError"), "faulty", "RuntimeError"),

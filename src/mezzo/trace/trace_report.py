@@ -19,8 +19,6 @@ from .records import Frame, LineRange, Lint, Size, TensorFacts, TraceRecord
 Answer = Literal["faulty", "healthy", "not enough seen"]
 _SHOWN = 5
 _TOO_HIGH = " The loss scale was too high for a step, as happens while a scaler finds its level."
-_HALVINGS = 20
-"""Steps after which a loss scale that began at 2^16 is below 1: a scaler still looking for its level has fewer."""
 _MARGIN = 4
 _POINTS = 64
 _SHOWN_ZEROS = 0.05
@@ -60,8 +58,9 @@ class TraceReport(Report):
             return outside
         if not r.backwards and (r.forwards or not r.inferences):
             return "nothing went backward"
-        if r.skipped > _HALVINGS and not r.updates:
-            return f"the loss scaler left out every step ({r.skipped})"
+        left_out = r.skipped or len({step for f in self.findings if not f.is_fault for step in f.steps})
+        if left_out and not r.updates:
+            return f"the loss scaler left out every step ({left_out})"
         is_empty = r.sizes and not any(s.amax or s.nonfinite for s in r.sizes)
         return "every output and gradient was 0 or empty" if is_empty else ""
 
