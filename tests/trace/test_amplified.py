@@ -235,7 +235,13 @@ def nearest(m: nn.Linear, x: Tensor) -> Tensor:
     return (m.weight.index_select(0, d.argmin(-1)) - x).square().mean()
 
 
-PICKS = [bins, edges, ties, nearest]
+def codes_far_from_0(m: nn.Linear, x: Tensor) -> Tensor:
+    z, codes = low(m(x).float() + 100), m.weight + 100
+    near = codes[(z[:, None] - codes).float().square().sum(-1).argmin(-1)]
+    return 1e-3 * (near - 100 - x).square().mean() + m(x).float().square().mean()
+
+
+PICKS = [bins, edges, ties, nearest, codes_far_from_0]
 
 
 def neighbours(m: nn.Linear, x: Tensor) -> Tensor:

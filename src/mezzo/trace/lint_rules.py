@@ -18,7 +18,7 @@ from ..formats import LOW_DTYPES, dtype_name, format_of, parse_dtype, widest
 from .amplified import Amplified, share_off
 from .buffers_at_rest import BuffersAtRest, exact_integers
 from .frames import argument_of, functions_of, is_called_from, is_handed_by_autograd
-from .measure import amax, ids_in, numbers, rerun, rerun_wide, whole_results
+from .measure import amax, ids_in, mean_row, numbers, rerun, rerun_wide, whole_results
 from .ops import Call
 from .records import Event, Lint, LintRule, Site
 from .reference_path import ReferencePath
@@ -50,8 +50,6 @@ _SUMS_BY_INDEX = frozenset({"index_add", "scatter_add", "scatter_reduce", "index
 _ADDS = _SUMS_BY_INDEX | {"add", "sub"} - {"embedding_dense_backward"}
 _LOST = 2.0**-4
 """Share of a sum, at its largest, by which it is off: rounding that goes either way leaves less of hundreds of additions."""
-
-
 _PICKS = frozenset({"topk", "argmax", "argmin", "max", "min", "kthvalue", "median", "bucketize", "searchsorted", "to"})
 """Ops that give whole numbers which others read as ids; the order of a sort is another with each rounding, and means the same."""
 
@@ -308,12 +306,13 @@ class LintWatch:
             self.amplified.tell(self._behind(call), *range(site.step + 1))
 
     def _feel(self, call: Call, site: Site, picked: dict[int, Tensor]) -> None:
-        """Compare what ids pick with what those of fp32 do, where it has a gradient. Syncs: there."""
+        """Compare what ids pick, less what all of a table has in common, with what those of fp32 do, where it has a gradient. Syncs: there."""
         if not (torch.is_grad_enabled() and any(call.original(t).requires_grad for _, t in call.inputs)):
             return
-        wide = self._picking(call, picked) or []
-        if any(t.shape == v.shape and share_off(t, v.float()) > _TURNED for t, v in zip(call.out, wide, strict=False)):
-            self.amplified.tell(self._behind(call), site.step)
+        for tensor, value in zip(call.out, self._picking(call, picked) or [], strict=False):
+            mean = mean_row(call.inputs[0][1], value)
+            if tensor.shape == value.shape and share_off(tensor.detach() - mean, value.float() - mean) > _TURNED:
+                self.amplified.tell(self._behind(call), site.step)
 
     def _of_fp32(self, call: Call) -> dict[int, Tensor]:
         return {id(t): ids for t in ids_in(call.given) if (ids := self._picked.get(t)) is not None}

@@ -230,3 +230,9 @@ def full_rows(call: Call) -> int:
 def numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
     """Return the Python numbers among an op's arguments."""
     return [float(a) for a in tree_leaves((args, kwargs)) if isinstance(a, (int, float)) and not isinstance(a, bool)]
+
+
+def mean_row(table: Tensor, picked: Tensor) -> Tensor:
+    """Return the mean of a table's rows in fp32; of all its values where what is picked from it is no rows. Syncs: no."""
+    is_of_rows = table.dim() > 1 and table.shape[-1:] == picked.shape[-1:]
+    return table.detach().float().flatten(0, -2).mean(0) if is_of_rows else table.detach().float().mean()

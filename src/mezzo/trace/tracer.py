@@ -280,20 +280,11 @@ class Trace:
         wide = known.get(tensor) if facts.nonfinite or kind == "gradient" else None
         self._sizes.append(
             Size(
-                kind=kind,
-                root=root,
-                name=name,
-                cls=cls,
-                dtype=dtype_name(tensor.dtype),
-                rms=rms(tensor, is_finite=not facts.nonfinite),
-                amax=facts.amax,
-                nonfinite=facts.nonfinite,
-                step=self._context.step,
-                call=call,
-                owner=key,
+                kind=kind, root=root, name=name, cls=cls, dtype=dtype_name(tensor.dtype), step=self._context.step, call=call, owner=key,
+                rms=rms(tensor, is_finite=not facts.nonfinite), amax=facts.amax, nonfinite=facts.nonfinite,
                 reference=None if wide is None else amax(wide),
             )
-        )
+        )  # fmt: skip
 
     def _leave_raised_steps(self, starting: torch.optim.Optimizer | None = None) -> None:
         """Forget the steps that an error has ended, which no hook of torch's tells."""
