@@ -101,8 +101,13 @@ def bearings(m: nn.Linear, x: Tensor) -> Tensor:
     return (10 * m(x).float() + 10 - ((north - north[0]) * 6371).float()).square().mean()
 
 
+def quantile(m: nn.Linear, x: Tensor) -> Tensor:
+    error = low(x * 0.1 + 1000) - low(m(x).float() * 0.1 + 1000)
+    return torch.maximum(0.9 * error, -0.1 * error).mean()
+
+
 SICK = [
-    variance_by_moments, versine, long_product, offset, dates, time_steps, phases, distances, advantages, places, spectrum,
+    quantile, variance_by_moments, versine, long_product, offset, dates, time_steps, phases, distances, advantages, places, spectrum,
     small_steps, bearings,
 ]  # fmt: skip
 
@@ -165,8 +170,13 @@ def confident(m: nn.Linear, x: Tensor) -> Tensor:
     )
 
 
+def deviation(m: nn.Linear, x: Tensor) -> Tensor:
+    y = F.linear(x.double(), m.weight.detach().double(), m.bias.detach().double()).float() + 1e-4
+    return (low(m(x)).tanh() - low(y.tanh())).abs().mean().float()
+
+
 SOUND = [
-    critics, scaled_difference, first_ratio, divergence, penalty, gate, met, met_by_hand, nearly_one, weighted, stretched,
+    deviation, critics, scaled_difference, first_ratio, divergence, penalty, gate, met, met_by_hand, nearly_one, weighted, stretched,
     confident,
 ]  # fmt: skip
 

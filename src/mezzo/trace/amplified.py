@@ -97,7 +97,7 @@ class Amplified:
             if local is None:
                 self._local.forget(tensor)
             elif wrong is not None and (error.off > _SEEN or lasts):
-                is_used = wrong.is_used or (close and call.facts.name in _TURNS) or not _is_linear(call, read)
+                is_used = wrong.is_used or call.facts.name in _TURNS or not _is_linear(call, read)
                 error = replace(error, lint=wrong.lint, is_used=bool(is_used))
             elif error.off > _WRONG and share_off(alone, value) < min(_WRONG, error.off / 4):
                 if any(not is_finite(t) and is_finite(known.get(id(t), t)) for _, t in call.inputs):
