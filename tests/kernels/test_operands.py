@@ -379,6 +379,20 @@ def test_an_input_that_torch_negates_late_is_read_as_what_it_is(kind: Any) -> No
         torch.testing.assert_close(model(late), model(-x), rtol=0, atol=relative(torch.bfloat16, 2))
 
 
+@pytest.mark.parametrize(("kind", "twin"), [(AdamW, torch.optim.AdamW), (SGD, torch.optim.SGD)])
+def test_moments_that_torch_negates_late_are_stepped_as_what_they_are(kind: Any, twin: Any) -> None:
+    (ours, own), (its, other) = ((Parameter(torch.linspace(-1, 1, 9)), more) for more in ({"master": "none"}, {}))
+    more = {} if kind is AdamW else {"momentum": 0.9}
+    optimizers = kind([ours], lr=0.1, **own, **more), twin([its], lr=0.1, **other, **more)
+    for optimizer in optimizers:
+        step(optimizer)
+        (state,) = optimizer.state.values()
+        for name in state.keys() - {"step"}:
+            state[name] = torch._neg_view(-state[name])
+        step(optimizer)
+    torch.testing.assert_close(ours, its)
+
+
 def test_a_gradient_of_zeros_without_memory_is_refused() -> None:
     zeros = torch._efficientzerotensor((3,))
     with pytest.raises(OperandError, match=r"gradient 0 fp32\[3\] cpu cannot be stepped: .*zeros without memory"):

@@ -376,5 +376,5 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _is_walkable(row: Sequence[Operand]) -> bool:
-    are_whole = all(type(one.tensor) in PLAIN and one.tensor.is_contiguous() for one in row)
+    are_whole = all(type(t := one.tensor) in PLAIN and t.is_contiguous() and not t.is_neg() for one in row)
     return are_whole and row[0].tensor.dtype in FORMATS
