@@ -72,3 +72,28 @@ def test_gradients_that_are_views_are_clipped_and_stepped_as_by_torch(policy: st
         its.step()
     assert any(p.grad is not None and p.grad.is_neg() for p in twin.parameters())
     torch.testing.assert_close(list(model.parameters()), list(twin.parameters()))
+
+
+def _expanded(grad: Tensor) -> Tensor:
+    return torch.full((1, 1), 0.5).expand_as(grad)
+
+
+def _of_inference(grad: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return torch.full_like(grad, 0.5)
+
+
+@pytest.mark.parametrize("make", [_expanded, _of_inference, lambda grad: torch.full_like(grad, 0.5)])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, mezzo.optim.SGD])
+@pytest.mark.parametrize("policy", ["fp16, scaling.init_scale=256", "fp16-master, scaling.init_scale=256"])
+def test_a_gradient_that_is_replaced_counts_and_stays_the_callers(policy: str, kind: Any, make: Any) -> None:
+    """Under a loss scale, too, which is multiplied into what is stepped and not into a tensor that somebody goes on with."""
+    model = nn.Linear(4, 2, bias=False)
+    before = model.weight.detach().clone()
+    amp = mezzo.prepare(model, kind(model.parameters(), lr=0.1), policy)
+    amp.backward(model(torch.ones(1, 4)).float().sum())
+    with amp.unscaled_grads() as grads:
+        model.weight.grad = own = make(grads["weight"])
+    amp.step()
+    assert torch.equal(own, torch.full((2, 4), 0.5))
+    torch.testing.assert_close(amp.export_weights()["weight"], before - 0.05, rtol=0, atol=1e-3)

@@ -70,10 +70,14 @@ def true_gradients(params: Sequence[Tensor], scale: Tensor | None) -> Iterator[N
     for p, grad in narrow.items():
         _replace(p, grad.float())
     multiply_([p.grad for p in params if p.grad is not None], scale.reciprocal())
+    shown = {p: p.grad for p in params}
     try:
         yield
     finally:
         if not sys.is_finalizing():  # a program that ends inside the block; torch aborts where a tensor is made then
+            for p in params:
+                if p.grad is not None and p.grad is not shown[p]:  # the caller's own, which is not to be written
+                    p.grad = p.grad.detach().clone()
             multiply_([p.grad for p in params if p.grad is not None], scale)
             for p, grad in narrow.items():
                 wide = p.grad
