@@ -45,6 +45,23 @@ def test_a_state_that_is_saved_in_the_middle_of_a_step_is_said_to_be(
     assert amp.state_dict() and not caplog.records
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, mezzo.optim.AdamW])
+@pytest.mark.parametrize("policy", ["bf16", "bf16-master"])
+def test_a_checkpoint_in_memory_may_be_loaded_again(policy: str, kind: Any) -> None:
+    """The best so far, to which a run goes back more than once: steps after a load must not write it."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 1))
+    amp = mezzo.prepare(model, kind(model.parameters(), lr=0.1), policy)
+    batches = [batch() for _ in range(3)]
+    train(amp, batches)
+    saved, ends = copy.deepcopy(amp.state_dict()), []
+    for _ in range(2):
+        amp.load_state_dict(saved)
+        train(amp, batches)
+        ends.append(copy.deepcopy(amp.state_dict()))
+    first, second = ([v for entry in end["optimizers"][0]["state"].values() for v in entry.values()] for end in ends)
+    assert all(map(torch.equal, map(torch.as_tensor, first), map(torch.as_tensor, second)))
+
+
 @pytest.mark.parametrize("policy", ["bf16", "bf16-master"])
 def test_sparse_momentum_is_resumed_and_what_is_no_state_of_a_parameter_released(policy: str) -> None:
     """torch's SGD keeps the momentum of sparse gradients sparse."""

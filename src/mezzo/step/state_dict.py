@@ -262,7 +262,7 @@ def _take_masters_(
 
 
 def _for_plain(optimizer: Optimizer, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return optimizer state as a torch optimizer knows it, which goes on computing steps in its own way."""
+    """Return optimizer state as a torch optimizer knows it, which goes on computing steps in its own way, and writes what it is given."""
     own = {*AUX_STATE.values(), "rounding_step"}
     groups = []
     for index, group in enumerate(entry["param_groups"]):
