@@ -13,7 +13,7 @@ from typing import Any, get_args, overload
 import torch
 from torch import Tensor
 
-from .._torch import has_load_hooks, is_fused, tree_map_only
+from .._torch import has_load_hooks, is_fused
 from ..errors import ConfigError, MasterError, StepError, did_you_mean, first_line, is_out_of_memory, shown
 from ..formats import describe, is_one_of
 from ..kernels import AUX_STATE, ScaledGradients
@@ -223,7 +223,7 @@ class MasterWeights(HasMasters):
         params = {p: saved[index] for p, index in self._indices().items() if index in saved}
         for p in [p for p in params if self.masters.mode_of(p) != "none"]:
             self.masters.fp32_param(p)
-        rest = tree_map_only(Tensor, Tensor.clone, {i: e for i, e in rest.items() if e or not isinstance(i, int)})
+        rest = {i: e for i, e in rest.items() if e or not isinstance(i, int)}
         hooked = self.inner.register_load_state_dict_post_hook  # those of others see the model's parameters
         with ExitStack() as inside, hooked(lambda _: inside.close(), prepend=True):
             inside.enter_context(self._masters_inside())
