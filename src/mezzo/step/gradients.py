@@ -259,9 +259,8 @@ class Gradients:
     def is_abandoned(self) -> bool:
         """Whether somebody dropped the gradients since the backward pass, and with them the step."""
         pending = self._pending
-        if pending is None or graph_task_id() != -1:  # a pass that runs may have left none yet
-            return False
-        return all(p.grad is None or is_stale(pending, p) for p in self.parameters())
+        is_at_rest = pending is not None and graph_task_id() == -1  # a pass that runs may have left none yet
+        return is_at_rest and all(p.grad is None or is_stale(self.pending, p) for p in self.parameters())
 
     def _are_zeroed(self, params: Sequence[Tensor]) -> bool:
         """Whether somebody set all gradients to zero in place since the backward pass, and so dropped the step. Syncs: only if all were written."""
