@@ -161,6 +161,12 @@ def test_an_error_names_file_and_key(text: str, reason: str, tmp_path: Path) -> 
     assert str(raised.value) == f"policy file '{path}': {reason}"
 
 
+@pytest.mark.parametrize("content", [b"\xef\xbb\xbfpreset = 'bf16'\n", b"preset = 'bf16'\r\n"])
+def test_what_editors_of_windows_write_is_read(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "p.toml").write_bytes(content)
+    assert Policy.load(tmp_path / "p.toml") == Policy.parse("bf16")
+
+
 @pytest.mark.parametrize(("content", "reason"), [(b"compute = bf16", "Invalid value"), (b"\xff", "invalid start byte")])
 def test_what_is_not_toml_is_named(content: bytes, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "p.toml"

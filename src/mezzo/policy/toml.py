@@ -139,7 +139,7 @@ def load(path: str | os.PathLike[str]) -> PolicyFields:
     """Read a policy from a file; see `Policy.load`."""
     path = as_path("Policy.load", "path", path, PolicyError)
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             text = file.read(_LONGEST + 1)
         document = tomllib.loads(text) if len(text) <= _LONGEST else {}
     except OSError as error:
