@@ -278,9 +278,12 @@ def test_a_loss_that_starts_at_nothing_may_grow() -> None:
     ("alive", "steps", "is_told"),
     [(10, 60, True), (10, 43, True), (10, 41, False), (64, 96, False), (36, 40, False)],
 )
-@pytest.mark.parametrize("decay", [lambda part: max(0.0, 1 - part), lambda part: 1e-6**part])
+@pytest.mark.parametrize(
+    ("decay", "rates", "moved"),
+    [(lambda x: max(0.0, 1 - x), "0", "no weight"), (lambda x: 1e-6**x, "0, or at most a millionth of 0.001,", "weights hardly")],
+)  # fmt: skip
 def test_a_schedule_that_ends_long_before_the_loop_is_told(
-    decay: Callable[[float], float], alive: int, steps: int, is_told: bool
+    decay: Callable[[float], float], rates: str, moved: str, alive: int, steps: int, is_told: bool
 ) -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -293,8 +296,8 @@ def test_a_schedule_that_ends_long_before_the_loop_is_told(
             schedule.step()
     assert [f.verdict for f in t.report.findings] == ["zero-learning-rate"] * is_told
     if is_told:
-        said = f"0, or at most a millionth of 0.001, in each of the {steps - 10} steps of AdamW after the first 10"
-        assert said in t.report.findings[0].why
+        said = f"the learning rate was {rates} in each of the {steps - 10} steps of AdamW after the first 10: {moved} moved."
+        assert (t.report.findings[0].why, t.report.findings[0].step) == (said, 10)
 
 
 def factor_of_zero(loss: Tensor, step: int) -> Tensor:

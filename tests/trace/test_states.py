@@ -91,6 +91,15 @@ def test_a_state_that_its_own_forward_does_not_move_is_named(
     assert "forward computed for" in found.why
 
 
+def test_every_step_in_which_it_does_not_move_is_counted() -> None:
+    module = Keeps(in_place, BF16)
+    with diagnose.trace(module) as t:
+        for _ in range(6):
+            module.zero_grad()
+            module(torch.randn(2, 4, dtype=module.body.weight.dtype)).float().sum().backward()
+    assert t.report.findings[0].steps == (0, 1, 2, 3, 4, 5)
+
+
 @pytest.mark.parametrize("update", LOSING)
 def test_lint_names_it_in_one_call(update: Callable[[Keeps, Tensor], None]) -> None:
     found = diagnose.lint(Keeps(update, BF16), torch.randn(2, 4, dtype=BF16))

@@ -91,7 +91,7 @@ class IdleSteps:
         self._by_hand: Counter[torch.optim.Optimizer] = Counter()
         self._seen: dict[int, set[tuple[int, float]]] = {}
         self._rates: dict[torch.optim.Optimizer, float] = {}
-        self._still: Counter[torch.optim.Optimizer] = Counter()
+        self._still: dict[torch.optim.Optimizer, tuple[Site, int, float]] = {}
 
     def on_loss(self, size: float) -> None:
         """Take note of the magnitude of a loss, in fp32 where 16 bit made it 0. Host only."""
@@ -176,7 +176,9 @@ class IdleSteps:
         rate = max((float(group.get("lr", 1.0)) for group in optimizer.param_groups), default=1.0)
         self._rates[optimizer] = max(rate, self._rates.get(optimizer, 0.0))
         name = type(optimizer).__name__
-        self._still[optimizer] = self._still[optimizer] + 1 if rate <= _NO_RATE * self._rates[optimizer] else 0
+        began, still, top = self._still.pop(optimizer, (site, 0, 0.0))
+        if rate <= _NO_RATE * self._rates[optimizer]:
+            self._still[optimizer] = began, still + 1, max(top, rate)
         zero, every = self._zero, f"every parameter of {name}"
         self._count("zero-gradients", optimizer, zero or site, every, zero is not None)
         if optimizer in self._is_sum:
@@ -245,12 +247,11 @@ class IdleSteps:
         return left if len(left) < len(named) else []
 
     def _tell_still(self, lints: LintWatch) -> None:
-        for optimizer, (site, steps) in self._steps.items():
-            still, name = self._still[optimizer], type(optimizer).__name__
+        for optimizer, (site, still, top) in self._still.items():
+            steps, name = self._steps[optimizer][1], type(optimizer).__name__
             if still == steps >= _STILL or (still >= _STILL_AT_THE_END and 3 * still > steps):
                 after = f" after the first {steps - still}" if still < steps else ""
-                highest = self._rates[optimizer]
-                largest = f", or at most a millionth of {number(highest)}," if highest else ""
+                largest = f", or at most a millionth of {number(self._rates[optimizer])}," if top else ""
                 what = f"0{largest} in each of the {still} steps of {name}{after}"
                 lints.add("zero-learning-rate", site, torch.float32, what, still)
 

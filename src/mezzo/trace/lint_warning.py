@@ -124,7 +124,7 @@ _TEXTS: dict[str, Callable[[Lint], tuple[str, str]]] = {
         "step through scaler.step(optimizer) and scaler.update(), from the last good checkpoint.",
     ),
     "zero-learning-rate": lambda x: (
-        f"the learning rate was {x.what}: no weight moved.",
+        f"the learning rate was {x.what}: {'weights hardly' if 'or at most' in x.what else 'no weight'} moved.",
         "print the schedule's factors: whole-number division (//) in a warm-up gives 0, and a schedule made for epochs, or fewer steps, is over soon.",
     ),
     "cleared-gradients": lambda x: (

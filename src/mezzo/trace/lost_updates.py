@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -234,7 +233,7 @@ class StateWatch:
 
     def __init__(self, updates: UpdateWatch, lints: LintWatch) -> None:
         self._updates, self._lints = updates, lints
-        self._times: Counter[tuple[int, str]] = Counter()
+        self._last: dict[tuple[int, str], tuple[int, tuple[int, int], Site]] = {}
         self._held: StorageNotes[str] = StorageNotes()
         self._clear()
 
@@ -293,8 +292,10 @@ class StateWatch:
         before, wide, bumped = self._before.get(state), self._wide.get(state), self._bumped.get(state)
         assert before is not None and wide is not None and bumped is not None  # noted together
         counts = counts_kept_whole(state, before, wide, bumped)
-        self._times[key] = row_after(self._times[key], counts)
+        last = self._last.get(key, (0, counts, made.site))
+        self._last[key] = now = row_after(last[0], counts), counts, made.site
         if self._lints.of_risks and 2 * counts_kept_whole(before, before, wide, bumped)[1] > counts[0]:
             self._lints.add("half-accumulator", made.site, state.dtype, key[1], 0.0, made.kernel)
-        if self._times[key] == 2:
-            self._updates.add(key[1], state, "the forward", counts, made.site)
+        told = (last, now) if now[0] == 2 else (now,) if now[0] > 2 else ()
+        for _, lost, site in told:
+            self._updates.add(key[1], state, "the forward", lost, site)
