@@ -202,7 +202,18 @@ def test_steps_are_counted_with_the_skipped_ones(loop) -> None:
     assert {s.step for s in t.record.sinks} == {101, 102, 104}
     [found] = t.report.findings
     assert (found.verdict, found.step, found.steps) == ("inherited", 101, (101, 102, 104))
-    assert t.record.steps == 105
+    assert t.record.steps == 105 and t.report.document().title.startswith("mezzo trace of Linear: 5 steps, ")
+
+
+def test_an_evaluation_after_the_last_step_is_none() -> None:
+    model = nn.Linear(8, 1)
+    step = mezzo_scaler(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    with diagnose.trace(model) as t:
+        for x in torch.randn(3, 4, 8):
+            step(x)
+            with torch.no_grad():
+                model(x)
+    assert (t.record.steps, t.record.inferences, t.record.updates) == (3, 3, 3)
 
 
 def test_names_are_relative_to_the_given_model() -> None:

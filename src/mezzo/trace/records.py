@@ -334,7 +334,8 @@ class TraceRecord:
     Attributes:
         model: class name of the traced model, or of the first one seen.
         lost, lints: lost updates, and lint rules that the code broke.
-        ops, steps: numbers of ops seen and of steps begun.
+        ops: number of ops seen.
+        first, steps: the number of the first step, and that behind the last one begun; an evaluation begins none.
         rank, torch: of this process; version.
         flushed: gradients, and what fp16 flushed of them.
         forwards, inferences: outermost modules that ran with gradients on, and without.
@@ -357,6 +358,7 @@ class TraceRecord:
     steps: int
     rank: int
     torch: str
+    first: int = 0
     flushed: tuple[FlushedGradient, ...] = ()
     forwards: int = 0
     inferences: int = 0

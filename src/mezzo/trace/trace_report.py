@@ -77,7 +77,7 @@ class TraceReport(Report):
     def document(self) -> Document:
         """Return the layout."""
         r = self.record
-        title = f"mezzo trace of {r.model or 'a program'}: {r.steps} {plural('step', r.steps)}, {r.ops:,} ops, rank {r.rank}"
+        title = f"mezzo trace of {r.model or 'a program'}: {_count(r.steps - r.first, 'step')}, {r.ops:,} ops, rank {r.rank}"
         blocks: list[Block] = []
         for finding in self.findings[:1]:
             blocks += _finding(finding)

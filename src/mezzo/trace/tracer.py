@@ -66,7 +66,7 @@ class Trace:
         self._pending = PendingOutputs()
         self._flushed: dict[tuple[int, str], FlushedGradient] = {}
         self._contexts = ExitStack()
-        self._was_loss_seen, self._has_begun = False, True
+        self._was_loss_seen, self._first, self._begun = False, step, step
         self._forwards = self._inferences = self._backwards = self._updates = 0
         self._ended = ""
         self._idle = IdleSteps()
@@ -138,7 +138,8 @@ class Trace:
             ended=self._ended,
             elsewhere=tuple(sorted(self._context.modules.elsewhere)),
             unreached=tuple((name, self._collector.detached.line_of(key)) for key, name in unreached),
-            steps=self._context.step + self._has_begun,
+            first=self._first,
+            steps=self._context.step + (self._begun == self._context.step),
             rank=self._context.rank,
             torch=torch.__version__,
         )
@@ -164,7 +165,7 @@ class Trace:
             self._on_reached(self)
 
     def _on_loss(self, loss: Tensor) -> None:
-        self._was_loss_seen = True
+        self._was_loss_seen, self._begun = True, self._context.step
         self._pending.differentiated(loss)
         if (value := plain(loss)) is not None:
             wide = None if amax(value) else self._collector.reference.get(value)
@@ -186,7 +187,6 @@ class Trace:
 
     def _on_root(self, module: nn.Module) -> None:
         if autograd_node() is None:
-            self._has_begun = False  # if the program is ended here
             self._leave_raised_steps()
             self._settle_step()
             self._was_loss_seen = False
@@ -197,7 +197,8 @@ class Trace:
             self._roots_since_backward.add(id(module))
             if self._tell_step is not None:
                 self._tell_step(self._context.step)
-            self._has_begun = True
+            if torch.is_grad_enabled():  # an evaluation begins no step
+                self._begun = self._context.step
             self._forwards += torch.is_grad_enabled()
             self._inferences += not torch.is_grad_enabled()
         with self._collector.aside():
