@@ -100,6 +100,18 @@ def test_every_step_in_which_it_does_not_move_is_counted() -> None:
     assert t.report.findings[0].steps == (0, 1, 2, 3, 4, 5)
 
 
+def test_so_is_every_step_of_an_average_outside_of_the_model() -> None:
+    model, average = nn.Linear(4, 4), torch.ones(4, 4, dtype=BF16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with diagnose.trace(model) as t:
+        for x in torch.randn(4, 2, 4):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            average.lerp_(model.weight.detach().to(BF16), 0.001)
+    assert t.report.findings[0].steps == (0, 1, 2, 3)
+
+
 @pytest.mark.parametrize("update", LOSING)
 def test_lint_names_it_in_one_call(update: Callable[[Keeps, Tensor], None]) -> None:
     found = diagnose.lint(Keeps(update, BF16), torch.randn(2, 4, dtype=BF16))

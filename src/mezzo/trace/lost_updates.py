@@ -41,7 +41,7 @@ class UpdateWatch:
     def __init__(self) -> None:
         self.lost: dict[tuple[object, ...], LostUpdate] = {}
         self.is_own = ""
-        self._by_hand: StorageNotes[tuple[int, int]] = StorageNotes()
+        self._by_hand: StorageNotes[tuple[int, int, tuple[tuple[int, int], Site]]] = StorageNotes()
         self._chains: StorageNotes[tuple[object, int]] = StorageNotes()
         self._before: dict[int, Tensor] = {}
         self._intended: dict[int, Tensor] = {}
@@ -125,15 +125,17 @@ class UpdateWatch:
         for tensor, want in zip(call.out, wide, strict=True):
             old = before[id(tensor)]
             counts = _counts(want != old.float(), tensor, old)
-            times, at = self._by_hand.get(tensor) or (0, version(tensor) - 1)
+            times, at, last = self._by_hand.get(tensor) or (0, version(tensor) - 1, (counts, site))
             called = name_of(tensor)
             # what was written in between, as gradients are before a clip, does not decay; a weight does, between the steps of an optimizer
             is_kept = name in ADDITIONS or at == version(tensor) - 1 or called.startswith("parameter")
             times = row_after(times, counts) if is_kept else 0
-            self._by_hand.note(tensor, (times, version(tensor)))
+            self._by_hand.note(tensor, (times, version(tensor), (counts, site)))
             if times > (1 if tensor.numel() > 1 else STEPS):
                 called = called.rpartition(" ")[2] or f"a tensor of {tuple(tensor.shape)}"
-                self.add(called, tensor, "the program", counts, site)
+                is_second = times == 2 and (last[1].frame, last[1].op) == (site.frame, site.op)
+                for lost, place in (last, (counts, site)) if is_second else ((counts, site),):
+                    self.add(called, tensor, "the program", lost, place)
 
     def _see_chain(self, call: Call, site: Site) -> None:
         """Take in an op of a forward: a line that adds to a state again and again, as steps of an ODE, and does not move it."""
