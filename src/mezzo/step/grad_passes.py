@@ -25,6 +25,7 @@ from ..stamp import Stamp
 
 _log = logging.getLogger("mezzo.step")
 _ZERO_GRAD = Optimizer.zero_grad  # torch's, whatever somebody puts in its place later
+HALF_SHOWN = "a `with amp.unscaled_grads():` that was interrupted, so that some gradients may lack the loss scale"
 _PROBE = 2.0**24
 """Lifts the smallest fp16 number to 1: a zero that stays one under it is none that fp16 made."""
 
@@ -56,16 +57,15 @@ def measure_flush(
 
 
 @contextmanager
-def true_gradients(params: Sequence[Tensor], scale: Tensor | None) -> Iterator[None]:
-    """Have `.grad` hold the true gradients inside the block, divided by the scale that they carry, if any.
+def true_gradients(params: Sequence[Tensor], pending: AccumulationState) -> Iterator[None]:
+    """Have `.grad` hold the true gradients inside the block, divided by the scale that they carry, if any: fp16 ones in fp32, where small ones stay.
 
-    fp16 gradients are replaced by fp32 ones inside the block, since dividing in fp16 would flush the small ones.
-
-    Writes: gradients. Syncs: no.
+    Writes: gradients; `pending`, which stays broken where it is interrupted on the way in or out. Syncs: no.
     """
-    if scale is None:
+    if (scale := pending.scale) is None:
         yield
         return
+    pending.broken = HALF_SHOWN  # until they are put back
     narrow = {p: p.grad for p in params if p.grad is not None and p.grad.dtype is torch.float16}
     for p, grad in narrow.items():
         _replace(p, grad.float())
@@ -82,6 +82,7 @@ def true_gradients(params: Sequence[Tensor], scale: Tensor | None) -> Iterator[N
             for p, grad in narrow.items():
                 wide = p.grad
                 _replace(p, None if wide is None else grad.copy_(wide), torch.float16)
+            pending.broken = ""
 
 
 def _replace(param: Tensor, grad: Tensor | None, dtype: torch.dtype = torch.float32) -> None:

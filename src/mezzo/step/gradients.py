@@ -20,7 +20,7 @@ from ..loss_scale import AccumulationState, Flag, GradVersions, check_loss, eith
 from ..read_only import read_only
 from ..stamp import Stamp
 from .foreign import refuse_scaled
-from .grad_passes import add_up_parts_, drop, measure_flush, true_gradients
+from .grad_passes import HALF_SHOWN, add_up_parts_, drop, measure_flush, true_gradients
 from .leftovers import (
     Leftovers,
     Registered,
@@ -220,9 +220,9 @@ class Gradients:
         params = [p for p in self.parameters() if not is_stale(pending, p)]
         seen = self._are_bad([p.grad for p in params if p.grad is not None])
         pending.gradients_bad = either(seen, pending.gradients_bad)
-        self._is_shown = True
         try:
-            with true_gradients(params, pending.scale):
+            self._is_shown = True
+            with true_gradients(params, pending):
                 yield _Shown({self._names[p]: p.grad for p in params if p.grad is not None})
         finally:
             self._is_shown = False
@@ -253,7 +253,7 @@ class Gradients:
     def half_step(self) -> str:
         """What step the weights may have been taken by in part; empty for none."""
         broken = "" if self._pending is None else self._pending.broken
-        return "" if broken == _HALF_A_SUM else broken
+        return "" if broken in (_HALF_A_SUM, HALF_SHOWN) else broken
 
     @property
     def is_abandoned(self) -> bool:
