@@ -101,8 +101,8 @@ def lint(model: nn.Module, batch: Any, loss_fn: LossFn | None = None, policy: Po
     found = trace.report
     # without a policy, the caller's scaler is not known here
     lints = [x for x in found.record.lints if x.rule != "no-loss-scale" or (chosen is not None and scale == 1)]
-    # without weights there is nothing that could go backward
-    is_told = found.faults or (found.unseen and any(True for _ in model.parameters()))
+    # without weights there is nothing that could go backward; what is no fault is the first loss scale, and no step is taken at it
+    is_told = found.faults or (found.unseen and not found.findings and any(True for _ in model.parameters()))
     return LintReport(
         model=type(model).__name__,
         policy="" if chosen is None else str(chosen),
