@@ -92,7 +92,7 @@ _DIFFERENCES = {
 def test_a_difference_is_told_to_every_rank(fault: str) -> None:
     own_step = [2, 3 if fault == "count" else 2, 2]
     what = _DIFFERENCES[fault]
-    wanted = [what and f"ranks disagree after step {step}: {what}" for step in own_step]
+    wanted = [what and f"ranks disagree after step {step - 1}: {what}" for step in own_step]
     assert [text for _, text in run(3, _audit, fault, 1, 2)] == wanted
 
 

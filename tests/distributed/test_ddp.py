@@ -268,7 +268,7 @@ def _never_averaged(rank: int, world: int) -> str:
 def test_weights_that_drift_apart_are_noticed() -> None:
     for message in run(2, _never_averaged):
         assert message.startswith(
-            "ranks disagree after step 1: the checksum of parameter 'module.first.weight' (one of "
+            "ranks disagree after step 0: the checksum of parameter 'module.first.weight' (one of "
         )
         assert "end each no_sync() block before the step's last backward" in message
 
@@ -360,7 +360,7 @@ def test_a_rank_that_cannot_go_on_stops_all() -> None:
     first, second = run(2, _stops)
     assert first == (
         "NonFiniteStep",
-        "step 1 was skipped, and another rank stops the run: its message says why. Load the last good checkpoint.",
+        "step 0 was skipped, and another rank stops the run: its message says why. Load the last good checkpoint.",
     )
     assert second[0] == "NonFiniteStep"
     assert "inf or NaN in 1 parameter: module.last.bias (1)" in second[1]

@@ -145,7 +145,7 @@ def _past_the_wrapper(rank: int, world: int, steps_before: int) -> str:
 @pytest.mark.parametrize("steps_before", [0, 5])
 def test_a_call_past_the_wrapper_is_noticed_in_its_first_step(steps_before: int) -> None:
     for sentence in run(2, _past_the_wrapper, steps_before):
-        assert f"ranks disagree after step {steps_before + 1}: " in sentence
+        assert f"ranks disagree after step {steps_before}: " in sentence
         assert sentence.endswith(
             "The model was called past its DistributedDataParallel wrapper, so no gradient was averaged. Call the wrapper, as in "
             "ddp(x), not the model inside it."

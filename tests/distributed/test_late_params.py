@@ -46,7 +46,7 @@ def _unfrozen(rank: int, world: int, is_wrapped_anew: bool) -> str:
 
 def test_layers_unfrozen_behind_the_wrapper_are_noticed_in_their_first_step() -> None:
     for message in run(2, _unfrozen, False):
-        assert message.startswith("ranks disagree after step 5: the checksum of parameter '0.weight'")
+        assert message.startswith("ranks disagree after step 4: the checksum of parameter '0.weight'")
         assert "averages nothing of 0.weight, 0.bias, which came or were unfrozen after it" in message
 
 

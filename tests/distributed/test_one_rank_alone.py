@@ -102,14 +102,14 @@ def _copied(state: object) -> object:
 @pytest.mark.parametrize("what", ["load", "load weights", "load the optimizer's", "write"])
 def test_what_one_rank_loads_or_writes_is_told_in_the_next_step(policy: str, what: str) -> None:
     for step, said in run(2, _alone, policy, what, 0):
-        assert step == SEEN + 1 and said.startswith(f"ranks disagree after step {SEEN + 1}: "), said
+        assert step == SEEN + 1 and said.startswith(f"ranks disagree after step {SEEN}: "), said
         assert "on rank 0; " in said and ("one rank only." in said or "Load the same checkpoint" in said)
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16-master"])
 def test_what_one_rank_writes_past_versions_is_told_when_the_turn_of_a_written_weight_comes(policy: str) -> None:
     for step, said in run(2, _alone, policy, "write past versions", 1):
-        assert step == SEEN + 1 and said.startswith(f"ranks disagree after step {SEEN + 1}: "), said
+        assert step == SEEN + 1 and said.startswith(f"ranks disagree after step {SEEN}: "), said
     for step, said in run(2, _alone, policy, "write one past versions", 1):
         assert SEEN < step <= SEEN + 4 and "of parameter '0.weight'" in said, said
 
@@ -138,7 +138,7 @@ def _sharded(rank: int, world: int, who: int | None) -> tuple[int, str]:
 
 def test_shards_that_one_rank_loads_are_told_too() -> None:
     wanted = (
-        f"ranks disagree after step {SEEN + 1}: the number of loads is 1 on rank 0; 0 on rank 1. Load the same checkpoint, and call "
+        f"ranks disagree after step {SEEN}: the number of loads is 1 on rank 0; 0 on rank 1. Load the same checkpoint, and call "
         "step() the same number of times, on all."
     )
     assert run(2, _sharded, 0) == [(SEEN + 1, wanted)] * 2
@@ -188,7 +188,7 @@ _OTHER_CALLS = {
 
 @pytest.mark.parametrize("case", _OTHER_CALLS)
 def test_a_step_that_is_told_otherwise_on_one_rank_is_refused_before_it_is_taken(case: str) -> None:
-    number = 2 * SEEN + 1 if case == "optimizer" else SEEN + 1
+    number = 2 * SEEN if case == "optimizer" else SEEN
     wanted = (
         f"ranks cannot train together: step {number} is {_OTHER_CALLS[case]}. Call amp.step with the same arguments, and give the "
         "optimizers the same options, on all ranks."
@@ -198,11 +198,9 @@ def test_a_step_that_is_told_otherwise_on_one_rank_is_refused_before_it_is_taken
 
 def test_where_the_host_reads_late_all_ranks_hear_of_it_one_step_later() -> None:
     for step, said in run(2, _alone_late, "fp32", "write", 0):
-        assert step == SEEN + 2 and said.startswith(f"ranks disagree after step {SEEN + 2}: ")
+        assert step == SEEN + 2 and said.startswith(f"ranks disagree after step {SEEN + 1}: ")
     for number, said, _ in run(2, _called_late, "lr"):
-        assert number == SEEN + 1 and said.startswith(
-            f"ranks cannot train together: step {SEEN + 1} is SGD, group 0: lr="
-        )
+        assert number == SEEN + 1 and said.startswith(f"ranks cannot train together: step {SEEN} is SGD, group 0: lr=")
     assert run(2, _alone_late, "fp32", "load", None) == [(0, "trained")] * 2
 
 

@@ -213,7 +213,7 @@ def _stops(rank: int, world: int) -> str:
 
 def test_a_bad_shard_on_one_rank_stops_all() -> None:
     first, second = run(2, _stops)
-    assert first.startswith("step 1 was skipped, and another rank stops the run: its message says why.")
+    assert first.startswith("step 0 was skipped, and another rank stops the run: its message says why.")
     assert "inf or NaN in 1 parameter: head.weight (1)" in second
 
 

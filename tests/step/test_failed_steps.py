@@ -167,7 +167,7 @@ def test_a_skip_is_counted_though_the_look_at_its_cause_ends_early(
     assert ends.error is None
     counters = amp.counters()
     assert (counters.seen, counters.skipped, counters.skipped_in_a_row) == (1, 1, 1)
-    said = [m for m in caplog.messages if m.startswith("memory ran out in the look at step 1, which is left out")]
+    said = [m for m in caplog.messages if m.startswith("memory ran out in the look at step 0, which is left out")]
     assert len(said) == isinstance(error, torch.OutOfMemoryError)
     backward(amp, torch.randn(4, 8))
     assert amp.step().applied and amp.counters().skipped_in_a_row == 0

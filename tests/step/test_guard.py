@@ -122,7 +122,7 @@ class TestStops:
     def test_bad_weights_stop_at_once_and_by_name(self) -> None:
         stop = self.stop(BAD, who=suspects(weights={"inner.weight": 2}), scaling=SCALING)
         assert isinstance(stop, NonFiniteStep) and not stop.is_batch_to_blame
-        assert "step 1 was skipped, and no loss scale can fix it: inf or NaN in 1 parameter: inner.weight (2)" in str(
+        assert "step 0 was skipped, and no loss scale can fix it: inf or NaN in 1 parameter: inner.weight (2)" in str(
             stop
         )
 

@@ -292,7 +292,7 @@ def test_a_look_that_finds_no_memory_costs_no_step(policy: str, caplog: pytest.L
         found.update(caplog.messages)
         at += 2
     assert at > 10 and found == {
-        "memory ran out in the look at step 1, which is left out: at a line. The step itself lacks nothing."
+        "memory ran out in the look at step 0, which is left out: at a line. The step itself lacks nothing."
     }
 
 

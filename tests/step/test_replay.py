@@ -63,10 +63,24 @@ def test_a_loss_that_is_not_finite_twice_in_a_row_is_explained_long_before_the_e
         amp.step()
     said = [record.getMessage() for record in caplog.records if "why:" in record.getMessage()]
     assert len(said) == 1
-    assert said[0].startswith("step 2: the loss is inf or NaN again; why: ")
+    assert said[0].startswith("step 1: the loss is inf or NaN again; why: ")
     assert "singularity in log, forward" in said[0]
     assert f"{replay_models.__file__}:" in said[0]
     assert amp.counters().skipped_in_a_row == 6
+
+
+def test_a_step_has_one_number_from_0_in_the_log_and_in_the_report(caplog: pytest.LogCaptureFixture) -> None:
+    """So `mezzo replay --step` of what the log says runs that step."""
+    _, amp = prepared("fp16, output=fp32, scaling.init_scale=1, guard.patience=1", "adamw", FeedForward())
+    x, y = batch()
+    with pytest.raises(NonFiniteStep) as caught:
+        for given in (0 * x, 0 * x, x):
+            amp.zero_grad()
+            amp.backward(mse(amp.model(given), y))
+            amp.step()
+    assert caught.value.report is not None
+    assert [message.split(" (")[0] for message in caplog.messages] == ["step 2 skipped"]
+    assert [fault.step for fault in caught.value.report.faults] == [2]
 
 
 def test_it_leaves_everything_as_it_was() -> None:

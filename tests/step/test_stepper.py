@@ -285,7 +285,7 @@ class TestErrorsOfTheGuard:
         skips = [message for message in caplog.messages if " skipped (" in message]
         assert len(skips) == 5  # the 1st, 2nd, 4th, 8th and 16th
         assert len(caplog.messages) == 6  # and why, once
-        assert skips[0] == "step 1 skipped (1 in a row, 1 in all): loss not finite; loss scale 1"
+        assert skips[0] == "step 0 skipped (1 in a row, 1 in all): loss not finite; loss scale 1"
 
 
 class TestTheResult:

@@ -49,7 +49,7 @@ def test_all_of_them(optimizer: str, caplog: pytest.LogCaptureFixture) -> None:
     assert [result.flushed > 0.9 for result in results] == [False, True, True, True]  # the first is only suspicious
     assert "of the gradients flushed to zero" in repr(results[-1])
     first = warnings_in(caplog)[0]
-    assert first.startswith("step 2: fp16 flushed 100% of the gradients' elements to zero, at loss scale 1. ")
+    assert first.startswith("step 1: fp16 flushed 100% of the gradients' elements to zero, at loss scale 1. ")
     assert first.endswith("Write scaling=dynamic in the policy, or compute in bf16.")
 
 

@@ -49,7 +49,7 @@ class Stretched(nn.Module):
 def report_of(model: nn.Module, policy: str) -> diagnose.TraceReport:
     torch.manual_seed(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    amp = prepare(model, optimizer, policy=f"{policy}, scaling.init_scale=256")
+    amp = prepare(model, optimizer, policy=f"{policy}, scaling.init_scale=1")
     with diagnose.trace(model) as t:
         amp.backward(model(4 * torch.randn(4, 8)).float().square().mean())
         amp.step()

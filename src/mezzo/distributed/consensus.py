@@ -137,12 +137,12 @@ class RankConsensus:
         self._wants_audit |= wants_audit
         if is_unscaled:
             raise DistributedError(
-                f"step {self.num_steps} has gradients of external_backward() without the loss scale that it divides them by: the loss of no rank took "
+                f"step {self.num_steps - 1} has gradients of external_backward() without the loss scale that it divides them by: the loss of no rank took "
                 "it. Give the schedule loss_fn=lambda out, y: amp.scaled(loss(out, y))."
             )
         if differs:
             hint = "Call amp.step with the same arguments, and give the optimizers the same options, on all ranks."
-            refuse_setup(self.group, f"step {self.num_steps} is", sent.call, hint)
+            refuse_setup(self.group, f"step {self.num_steps - 1} is", sent.call, hint)
 
     def audit(
         self,

@@ -39,7 +39,11 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def audit(
-    group: Group, step: int, numbers: Mapping[str, Number], params: Mapping[str, Tensor], why_apart: Callable[[], str]
+    group: Group,
+    num_steps: int,
+    numbers: Mapping[str, Number],
+    params: Mapping[str, Tensor],
+    why_apart: Callable[[], str],
 ) -> None:
     """Compare numbers, by what a message calls them, and tensors, whole or in parts of which several ranks have copies, by name, over the ranks.
 
@@ -47,7 +51,7 @@ def audit(
     to do. Syncs: yes.
     """
     sums, places = _checksums(map(local, params.values())), [shard_at(p) for p in params.values()]
-    counts = [torch.tensor(number) for number in (step, len(sums))]
+    counts = [torch.tensor(number) for number in (num_steps, len(sums))]
     values = torch.cat([torch.stack([*map(_bits_of, numbers.values()), *counts]), _totals(sums, places)])
     differing = group.differing(values)
     if not any(differing):
@@ -59,7 +63,7 @@ def audit(
             own = table[:, column].view(torch.float64) if column < len(numbers) else table[:, column]
             shown = [f"{number:g}" if isinstance(number, float) else str(number) for number in own.tolist()]
             hint = "Load the same checkpoint, and call step() the same number of times, on all."
-            _refuse(group, step, f"{name} is", shown, hint)
+            _refuse(group, num_steps - 1, f"{name} is", shown, hint)
     own = torch.stack([torch.tensor([index for _, index, _ in places]), sums], dim=1)
     rows = _gathered(group, own).transpose(0, 1).tolist()
     apart = {name: part for name, ranks in zip(params, rows, strict=True) if (part := _apart(ranks)) is not None}
@@ -67,7 +71,7 @@ def audit(
     more = f" (one of {len(apart)} that differ)" if len(apart) > 1 else ""
     of_first = rows[list(params).index(first)]
     shown = [f"{found & 0xFFFFFFFFFFFFFFFF:016x}" if index == part else "" for index, found in of_first]
-    _refuse(group, step, f"the checksum of parameter '{first}'{more} is", shown, why_apart())
+    _refuse(group, num_steps - 1, f"the checksum of parameter '{first}'{more} is", shown, why_apart())
 
 
 def _gathered(group: Group, own: Tensor) -> Tensor:

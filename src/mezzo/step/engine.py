@@ -257,7 +257,7 @@ class Engine:
         skipped = result.flags().skipped if flags.is_known or by_host else None
         self.settle_buffers(flags, skipped)
         is_due = self._is_due and not self.is_captured
-        before = unless_out_of_memory(lambda: look(grads, self.names), self.num_steps + 1) if is_due else None
+        before = unless_out_of_memory(lambda: look(grads, self.names), self.num_steps) if is_due else None
         if before is not None and self.consensus is not None and self.consensus.has_parts:
             before.raw_square = None  # the norm of the step is that of all ranks
         pending, self.is_stepping = self.gradients.pending, True
@@ -273,8 +273,8 @@ class Engine:
         if before is not None:
             self.check()
             warn_of_replaced(self.root)
-            given = before, grads, result.flags(), self.num_steps, self.report, self.recovery.rate_to_blame
-            unless_out_of_memory(lambda: self._invariants.check(*given), self.num_steps)
+            given = before, grads, result.flags(), self.num_steps - 1, self.report, self.recovery.rate_to_blame
+            unless_out_of_memory(lambda: self._invariants.check(*given), self.num_steps - 1)
         return result
 
     def announce(self, optimizer: Optimizer | None, clip: Clip) -> None:

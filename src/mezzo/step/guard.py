@@ -61,6 +61,11 @@ class GuardState:
     flushed_in_a_row: int = 0
 
     @property
+    def step(self) -> int:
+        """The number of that step, from 0, as traces and recordings count."""
+        return self.counters.seen - 1
+
+    @property
     def is_troubled(self) -> bool:
         """Whether the last step was skipped."""
         return self.counters.skipped_in_a_row > 0
@@ -147,7 +152,7 @@ def _stop(
     counted = [_count(bad, noun) for bad, noun in zip(suspects.weights(), ("parameter", "buffer"), strict=True) if bad]
     if counted:
         return NonFiniteStep(
-            f"step {counters.seen} was skipped, and no loss scale can fix it: {'; '.join(counted)}",
+            f"step {counters.seen - 1} was skipped, and no loss scale can fix it: {'; '.join(counted)}",
             "Load the last good checkpoint; mezzo.diagnose.trace(model) names the op that makes the first inf or NaN.",
             is_batch_to_blame=False,
         )
@@ -315,7 +320,7 @@ class Guard:
         was = self.state.counters
         look = partial(self._nonfinite_weights, result, was.applied > 0)
         suspects = Suspects(
-            weights=lambda: unless_out_of_memory(look, was.seen + 1) or ({}, {}), gradients=result.stats.nonfinite
+            weights=lambda: unless_out_of_memory(look, was.seen) or ({}, {}), gradients=result.stats.nonfinite
         )
         after = next_guard(self.state, flags, suspects, self.config, self.scaling, self.floor)
         del self._unread[0]  # not before: what is interrupted is read again
@@ -325,10 +330,10 @@ class Guard:
         if _is_power_of_two(row):
             _log.warning(
                 "step %d skipped (%d in a row, %d in all): %s not finite; loss scale %g",
-                counters.seen, row, counters.skipped, flags.reason, flags.scale,
+                self.state.step, row, counters.skipped, flags.reason, flags.scale,
             )  # fmt: skip
         if flags.flushed > MOSTLY and _is_power_of_two(self.state.flushed_in_a_row or self.state.small_in_a_row):
             _log.warning(
                 "step %d: fp16 flushed %.0f%% of the gradients' elements to zero, at loss scale %g. %s",
-                counters.seen, 100 * flags.flushed, flags.scale, underflow_advice(self.scaling),
+                self.state.step, 100 * flags.flushed, flags.scale, underflow_advice(self.scaling),
             )  # fmt: skip

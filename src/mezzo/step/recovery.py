@@ -98,7 +98,7 @@ class Recovery:
         if consensus is not None and is_watched and consensus.group.any(stop is not None) and stop is None:
             happened = "was skipped" if state.is_troubled else "had gradients close to zero"
             return NonFiniteStep(
-                f"step {state.counters.seen} {happened}, and another rank stops the run: its message says why",
+                f"step {state.step} {happened}, and another rank stops the run: its message says why",
                 "Load the last good checkpoint.",
                 is_batch_to_blame=False,
             )
@@ -147,7 +147,7 @@ class Recovery:
         sentence, fix = ("", "") if found is None else (found.sentence, found.fix)
         if rate or sentence:
             why = " ".join(filter(None, (rate, sentence, fix)))
-            _log.warning("step %d: the loss is inf or NaN again; why: %s", self.guard.state.counters.seen, why)
+            _log.warning("step %d: the loss is inf or NaN again; why: %s", self.guard.state.step, why)
 
     def _diagnosis(self, skip: StepFlags[float], consensus: RankConsensus | None) -> Diagnosis | None:
         """Run the last batch again under the tracer, where no rank waits for another in it. Syncs: at every op."""
@@ -157,7 +157,7 @@ class Recovery:
         reason = skip.reason if consensus is None else None  # it may be that of another rank
         try:
             with self._buffers.writing():
-                return self.replay.run(self.guard.state.counters.seen - 1, skip.scale, reason)
+                return self.replay.run(self.guard.state.step, skip.scale, reason)
         finally:
             if not was_pending and self._gradients.stamps is not stamps:
                 self._gradients.close()  # a closure that ran again took the stamps off the gradients
@@ -177,9 +177,7 @@ class Recovery:
             policy = Policy.parse(f"{policy}, {found.edit}")
             self.bind_policy(policy)
             edits += [edit for edit in found.edit.split(", ") if edit not in (*known, *edits)]
-            _log.warning(
-                "step %d skipped; '%s' added to the policy: %s", state.counters.seen, found.edit, found.sentence
-            )
+            _log.warning("step %d skipped; '%s' added to the policy: %s", state.step, found.edit, found.sentence)
             found = self._diagnosis(skip, consensus)
         if not edits:
             return False
