@@ -244,6 +244,13 @@ class TestWhatIsRefused:
                 {"model": {}, "format": 2},
                 "the checkpoint has format 2, and this version reads up to 1. Update mezzo to read it.",
             ),
+            *(
+                (
+                    {"model": {}, "format": wrong},
+                    f"the checkpoint has format {wrong}, and no version of mezzo writes it: it is damaged. Load another one.",
+                )
+                for wrong in (-1, 0, True, None)
+            ),
             (
                 {"model": {}, "format": 1, "optimizer_s": []},
                 "the checkpoint has an unknown key 'optimizer_s'. Did you mean 'optimizers'?",

@@ -107,9 +107,13 @@ def check(state: Mapping[str, Any], num_optimizers: int) -> dict[str, Any]:
     """
     given: Mapping[str, Any] = state if isinstance(state, Mapping) else {}
     version = given.get("format", FORMAT)
-    if not isinstance(version, int) or version > FORMAT:
+    if type(version) is not int or version < 1:
         raise CheckpointError(
-            f"the checkpoint has format {shown(version)}, and this version reads up to {FORMAT}. Update mezzo to read it."
+            f"the checkpoint has format {shown(version)}, and no version of mezzo writes it: it is damaged. Load another one."
+        )
+    if version > FORMAT:
+        raise CheckpointError(
+            f"the checkpoint has format {version}, and this version reads up to {FORMAT}. Update mezzo to read it."
         )
     unknown = [key for key in given if key not in (*_KEYS, "optimizer")]
     if unknown and "format" in given:
