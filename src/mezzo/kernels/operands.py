@@ -376,5 +376,6 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _is_walkable(row: Sequence[Operand]) -> bool:
-    are_whole = all(type(t := one.tensor) in PLAIN and t.is_contiguous() and not t.is_neg() for one in row)
-    return are_whole and row[0].tensor.dtype in FORMATS
+    tensors = [one.tensor for one in row]
+    are_whole = all(type(t) in PLAIN and t.is_contiguous() and not t.is_neg() for t in tensors)
+    return are_whole and tensors[0].dtype in FORMATS

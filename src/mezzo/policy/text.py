@@ -50,7 +50,8 @@ def _no_preset(edits: list[str]) -> str:
     key, _, word = map(str.strip, edits[0].partition("="))
     if key in PRESET_KEYS:
         return f"a policy starts with a preset: write {word!r}."
-    (draft := _Draft(PRESET_FIELDS["fp32"])).edit(edits[0])
+    draft = _Draft(PRESET_FIELDS["fp32"])
+    draft.edit(edits[0])
     for edit in edits[1:]:
         with suppress(PolicyError):  # said of the text that is written instead
             draft.edit(edit)
