@@ -23,7 +23,6 @@ from .saved_state import SQUARES as SQUARES
 from .saved_state import check_mapping as check_mapping
 from .saved_state import check_saved as check_saved
 from .saved_state import check_tensor as check_tensor
-from .saved_state import each_entry as each_entry
-from .saved_state import in_own_memory as in_own_memory
 from .saved_state import refuse as refuse
+from .saved_state import torchs_entries as torchs_entries
 from .sgd import SGD as SGD

@@ -26,13 +26,19 @@ from .sgd import SGD
 class AdoptedAdamW(AdamW, torch.optim.AdamW):
     """A torch.optim.AdamW that `adopt` took over."""
 
+    saves_own_options = False
+
 
 class AdoptedAdam(Adam, torch.optim.Adam):
     """A torch.optim.Adam that `adopt` took over."""
 
+    saves_own_options = False
+
 
 class AdoptedSGD(SGD, torch.optim.SGD):
     """A torch.optim.SGD that `adopt` took over."""
+
+    saves_own_options = False
 
 
 _ADOPTED: dict[type[torch.optim.Optimizer], type[MasterOptimizer]] = {

@@ -23,9 +23,8 @@ from .base import MasterOptimizer
 from .checks import HOW, check_closure, check_seed, taking_params
 from .master_store import Masters, Mode
 from .optimizer_state import OWN_OPTIONS, HasMasters, and_inside, check_shapes, keep_masters, take_masters_
-from .saved_state import check_saved, each_entry, in_own_memory, refuse
+from .saved_state import check_saved, each_entry, refuse, torchs_entries
 
-_OWN_STATE = (*AUX_STATE.values(), "rounding_step")
 _STATE_HOOKS = [f"register_{what}state_dict_{when}_hook" for what in ("", "load_") for when in ("pre", "post")]
 """What is registered on the inner optimizer, whose state dict it is."""
 
@@ -214,9 +213,7 @@ class MasterWeights(HasMasters):
         check_saved(f"state of {type(self).__name__}", state_dict, self)
         state_dict = keep_masters(self, state_dict)
         saved: dict[Any, Any] = state_dict["state"]
-        rest = each_entry(
-            state_dict, lambda entry: {k: in_own_memory(v) for k, v in entry.items() if k not in _OWN_STATE}
-        )
+        rest = torchs_entries(state_dict)
         saved_groups, left = state_dict["param_groups"], (*OWN_OPTIONS, *HOW)
         kept = [{k: v for k, v in group.items() if k not in left} for group in saved_groups]
         groups = [{**now, **group} for now, group in zip(self.inner.param_groups, kept, strict=True)]

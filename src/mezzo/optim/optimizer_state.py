@@ -292,6 +292,8 @@ class KeepsMasters(HasMasters):
     """An optimizer that keeps masters itself, and saves and loads them."""
 
     _group_indices: dict[Tensor, tuple[dict[str, Any], int]]
+    saves_own_options: bool = True
+    """Whether `state_dict` has the options of a group that torch's optimizers do not have."""
 
     @abstractmethod
     def _forget(self) -> None:
@@ -339,10 +341,10 @@ class KeepsMasters(HasMasters):
         state_dict = super().state_dict()
         state = each_entry(state_dict, _saved_entry)
         groups = state_dict["param_groups"]
-        if isinstance(self, (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)):  # which `adopt` took over
-            groups = [{k: v for k, v in group.items() if k not in OWN_OPTIONS} for group in groups]
-        else:  # a dtype by its name: torch.distributed.checkpoint.state_dict takes none apart
+        if self.saves_own_options:  # a dtype by its name: torch.distributed.checkpoint.state_dict takes none apart
             groups = [{**group, "state_dtype": dtype_name(group["state_dtype"])} for group in groups]
+        else:
+            groups = [{k: v for k, v in group.items() if k not in OWN_OPTIONS} for group in groups]
         return {**state_dict, "state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -25,6 +25,8 @@ MOMENTS = frozenset("exp_avg exp_avg_sq max_exp_avg_sq exp_inf momentum_buffer s
 """State of torch's optimizers that a step turns into weights; what others keep may start at inf."""
 SQUARES = frozenset("exp_avg_sq max_exp_avg_sq exp_inf square_avg acc_delta sum".split())
 """State whose root a step divides by."""
+_OF_MASTERS = frozenset((*AUX_STATE.values(), "rounding_step"))
+"""State that torch's optimizers do not have."""
 _COUNTS = frozenset(("step", "mu_product", "eta", "mu"))
 """State of torch's optimizers that is one number a parameter."""
 AUX_MODES: dict[str, Master] = {name: mode for mode, name in AUX_STATE.items()}
@@ -86,12 +88,16 @@ def each_entry(saved: Mapping[str, Any], change: Callable[[dict[str, Any]], dict
     return {key: change(entry) if key in keys else entry for key, entry in saved["state"].items()}
 
 
-def in_own_memory(value: Any) -> Any:
-    """Return a saved value, or one that holds tensors, in memory that a step may write: torch's optimizers go on in what they load. Syncs: no."""
+def torchs_entries(saved: Mapping[str, Any]) -> dict[Any, Any]:
+    """Return a saved state as torch's optimizers know it, in memory that a step may write: they go on in what they load. Syncs: no."""
+    return each_entry(saved, lambda entry: {k: _in_own_memory(v) for k, v in entry.items() if k not in _OF_MASTERS})
+
+
+def _in_own_memory(value: Any) -> Any:
     if isinstance(value, Tensor):  # several elements may be one in memory
         is_expanded = value.layout is torch.strided and 0 in value.stride()
         return value.detach().clone(**{"memory_format": torch.contiguous_format} if is_expanded else {})
-    return {k: in_own_memory(v) for k, v in value.items()} if type(value) is dict else copy.deepcopy(value)
+    return {k: _in_own_memory(v) for k, v in value.items()} if type(value) is dict else copy.deepcopy(value)
 
 
 _WHOLE = "Take a whole checkpoint of amp.state_dict(), of such a model and such optimizers."

@@ -25,13 +25,12 @@ from ..optim import (
     check_mapping,
     check_saved,
     check_tensor,
-    each_entry,
-    in_own_memory,
     keeps_masters,
     local_optimizer,
     mode_of_state,
     parameters,
     refuse,
+    torchs_entries,
 )
 from ..policy import Policy, ScalingConfig
 from .guard import Counters
@@ -267,14 +266,12 @@ def _take_masters_(
 
 def _for_plain(optimizer: Optimizer, entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return optimizer state as a torch optimizer knows it, which goes on computing steps in its own way, and writes what it is given."""
-    own = {*AUX_STATE.values(), "rounding_step"}
     groups = []
     for index, group in enumerate(entry["param_groups"]):
         now = optimizer.param_groups[index] if index < len(optimizer.param_groups) else {}
         kept = {name: value for name, value in group.items() if name not in OWN_OPTIONS}
         groups.append({**now, **kept, **{name: now[name] for name in HOW if name in now}})
-    state = each_entry(entry, lambda kept: {name: v for name, v in in_own_memory(kept).items() if name not in own})
-    return {**entry, "state": state, "param_groups": groups}
+    return {**entry, "state": torchs_entries(entry), "param_groups": groups}
 
 
 def load_scale_(
