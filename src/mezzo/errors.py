@@ -219,11 +219,8 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(text.casefold(), by_fold, n=1, cutoff=0.6)
     if near:
         return f" Did you mean '{by_fold[near[0]]}'?"
-    return (
-        f" Valid: {', '.join(options)}."
-        if len(options) <= 30
-        else f" None of the {len(options):,} valid ones is like it."
-    )
+    too_many = f" None of the {len(options):,} valid ones is like it."
+    return f" Valid: {', '.join(options)}." if len(options) <= 30 else too_many
 
 
 def misfit_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,6 +12,21 @@ from torch import nn
 
 import mezzo
 from mezzo.errors import PolicyError
+
+
+def train_beside_autocast(
+    amp: mezzo.Stepper, plain: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[nn.Module], torch.Tensor]
+) -> None:
+    """Take three clipped steps with a prepared model, and with a twin under torch.autocast."""
+    for _ in range(3):
+        amp.zero_grad()
+        amp.backward(loss(amp.model))
+        assert amp.step(max_norm=1.0)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=amp.policy.compute):
+            loss(plain).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
 
 
 def test_fp64_weights_would_not_be_cast() -> None:
@@ -43,15 +59,7 @@ def test_a_part_in_fp64_stays_so_under_the_rule_that_the_refusal_says(policy: st
     with pytest.raises(PolicyError, match=r"2 of 8 parameters are fp64 \(wide\.2\.weight, wide\.2\.bias\)"):
         mezzo.prepare(model, ours, f"{policy}, module:wide=fp32, module:wide.2=bf16")
     amp = mezzo.prepare(model, ours, f"{policy}, module:wide=fp32")
-    for _ in range(3):
-        amp.zero_grad()
-        amp.backward(model(x).square().mean())
-        assert amp.step(max_norm=1.0)
-        torchs.zero_grad()
-        with torch.autocast("cpu", dtype=amp.policy.compute):
-            plain(x).square().mean().backward()
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-        torchs.step()
+    train_beside_autocast(amp, plain, torchs, lambda net: net(x).square().mean())
     amp.report(strict=True)
     assert all(p.dtype is torch.float64 for p in model.wide.parameters())
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
@@ -76,17 +84,13 @@ def test_a_single_number_in_fp64_widens_nothing_and_is_taken(policy: str) -> Non
     plain = copy.deepcopy(model)
     ours, torchs = (torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, plain))
     amp = mezzo.prepare(model, ours, policy + ", output=none")
-    for _ in range(3):
-        amp.zero_grad()
-        out = model(x)
-        assert out.dtype is amp.policy.compute
-        amp.backward(out.float().square().mean())
-        assert amp.step(max_norm=1.0)
-        torchs.zero_grad()
-        with torch.autocast("cpu", dtype=amp.policy.compute):
-            plain(x).float().square().mean().backward()
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-        torchs.step()
+
+    def loss(net: nn.Module) -> torch.Tensor:
+        out = net(x)
+        assert net is plain or out.dtype is amp.policy.compute
+        return out.float().square().mean()
+
+    train_beside_autocast(amp, plain, torchs, loss)
     assert model.temperature.dtype is torch.float64
     torch.testing.assert_close(model.temperature, plain.temperature, rtol=2**-9, atol=0)
     amp.report(strict=True)

@@ -39,12 +39,9 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def audit(
-    group: Group,
-    num_steps: int,
-    numbers: Mapping[str, Number],
-    params: Mapping[str, Tensor],
+    group: Group, num_steps: int, numbers: Mapping[str, Number], params: Mapping[str, Tensor],
     why_apart: Callable[[], str],
-) -> None:
+) -> None:  # fmt: skip
     """Compare numbers, by what a message calls them, and tensors, whole or in parts of which several ranks have copies, by name, over the ranks.
 
     Ranks that differ are a DistributedError on all, since all see the same comparison; `why_apart` says why parameters may differ, and what

@@ -336,12 +336,9 @@ class Engine:
             self.buffers.settle(void if self.policy.guard.restore_buffers else False)
 
     def finish_step(
-        self,
-        grads: Sequence[OptimizerGrads],
-        flags: StepFlags[Any],
-        result: StepResult,
+        self, grads: Sequence[OptimizerGrads], flags: StepFlags[Any], result: StepResult,
         skipped: Sequence[float] | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Close the step: loss scale, counters, and who waits for steps that were taken.
 
         Where the host had to know who `skipped`, callbacks are called, and a StoppedRun is raised now; else when the next step begins.

@@ -21,7 +21,7 @@ _LINEAR = frozenset({
 """Ops whose gradient does not depend on the values they are given, but for their signs and order."""
 _TURNS = frozenset({"abs", "maximum", "minimum"})
 """Those whose gradient has another sign where an argument has."""
-_MOVES = "index gather index_select take masked_select clone copy to embedding neg mul div".split()
+_MOVES = frozenset("index gather index_select take masked_select clone copy to embedding neg mul div".split())
 """Ops that make no error of what they are given alone, but may show one: they move it, or scale it by a number."""
 _LOGARITHMS = frozenset({"log", "log2", "log10", "log1p"})
 """Ops whose gradient is right where their argument is."""
