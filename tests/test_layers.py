@@ -131,7 +131,7 @@ def test_operands_are_the_only_way_to_a_compiled_kernel() -> None:
 
 
 def test_a_way_past_the_door_is_found() -> None:
-    call = "from mezzo.kernels.backends.cpp.batch import run\ndef step_(weights: list[Tensor]): run(weights)"
+    call = "from mezzo.kernels.backends.cpp.batch import int64s\ndef step_(weights: list[Tensor]): int64s(weights)"
     assert past_the_door(SRC / "optim" / "sgd.py", call) == [
         "optim/sgd.py imports a backend",
         "optim/sgd.py steps what was not checked",

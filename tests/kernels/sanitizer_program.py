@@ -7,7 +7,6 @@ runs it with the compiler's sanitizers loaded.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
 import sys
@@ -33,7 +32,7 @@ from torch import Tensor
 
 from mezzo.errors import OperandError
 from mezzo.kernels import registry
-from mezzo.kernels.backends.cpp.build import library
+from mezzo.kernels.backends.cpp.build import Kernel
 from mezzo.kernels.operands import operands
 from mezzo.kernels.ops import adamw as adamw_reference
 from mezzo.kernels.ops import sgd as sgd_reference
@@ -43,7 +42,6 @@ from mezzo.kernels.ops.attention import cpu as attention_cpu
 from mezzo.kernels.ops.convolution import cpu as convolution_cpu
 from mezzo.kernels.ops.dropout import cpu as dropout_cpu
 from mezzo.kernels.ops.gradients import ScaledGradients, norm_and_finite
-from mezzo.kernels.ops.gradients import cpu as gradients_cpu
 from mezzo.kernels.ops.linear_training import cpu as training_cpu
 from mezzo.kernels.ops.recurrent import cpu as recurrent_cpu
 from mezzo.kernels.ops.sgd import SGDRule
@@ -296,8 +294,8 @@ def planted() -> None:
     """Tell a kernel of more elements than there are."""
     grad, norms = torch.ones(100), torch.empty(1)
     arrays = [array("q", [200]), array("Q", [grad.data_ptr()]), array("i", [0])]
-    addresses = [ctypes.c_void_p(held.buffer_info()[0]) for held in arrays]
-    library(gradients_cpu.SOURCE).mezzo_norms(ctypes.c_int64(1), *addresses, 1, ctypes.c_void_p(norms.data_ptr()))
+    addresses = [held.buffer_info()[0] for held in arrays]
+    Kernel("gradients", norms="qPPPiP").norms(1, *addresses, 1, norms.data_ptr())
 
 
 if __name__ == "__main__":

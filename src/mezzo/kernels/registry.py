@@ -9,7 +9,6 @@ import logging
 import os
 import platform
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_args
 
@@ -19,6 +18,7 @@ from .._torch import fused_devices, has_fast_kernels, has_foreach_norm, without_
 from ..errors import ConfigError, did_you_mean
 from ..formats import MIXED_DTYPES, dtype_name, native_support
 from .backends.cpp.build import NativeBuildError, library
+from .backends.cpp.targets import OPS
 
 Backend = Literal["auto", "reference", "cpu", "foreach", "triton", "fused"]
 """auto picks the fastest that can run here; any other name is that one or an error."""
@@ -74,7 +74,7 @@ def _missing(backend: str, op: str, device: torch.device) -> str:
         return _triton_fails(where) if importlib.util.find_spec("triton") else "triton is not installed"
     if backend == "cpu":
         try:
-            library(Path(__file__).parent / "ops" / op / "cpu.cpp")
+            library(OPS / op / "cpu.cpp")
         except NativeBuildError as error:
             return _said(error)
     return ""

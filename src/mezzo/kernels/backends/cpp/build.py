@@ -11,14 +11,13 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from . import kernel_cache
-from .targets import FLAGS, HEADERS, file_name, is_sealed, levels, texts
+from .targets import FLAGS, HEADERS, OPS, file_name, is_sealed, levels, texts
 
 BUILT = HEADERS / "built"
 """Where a wheel keeps kernels that were compiled with it."""
@@ -96,20 +95,23 @@ _TYPES = {
 }
 
 
-def c_functions(source: Path, prefix: str, **types: str) -> Callable[[str], Any]:
-    """Return what gives the C functions of a source by their names without prefix, compiled when the first is asked for.
+class Kernel:
+    """The C functions of an op, mezzo_OP_NAME in its `cpu.cpp`, as attributes; compiled when the first is asked for.
 
     The types of their arguments are letters of `struct`, that of what they return stands behind a colon: "PPq:i".
     """
 
-    @functools.cache
-    def function(name: str) -> Any:
-        takes, _, gives = types[name].partition(":")
-        found = getattr(library(source), f"{prefix}{name}")
-        found.argtypes, found.restype = [_TYPES[letter] for letter in takes], _TYPES.get(gives)
-        return found
+    def __init__(self, op: str, **types: str) -> None:
+        self._op, self._types = op, types
 
-    return function
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._types:
+            raise AttributeError(name)
+        takes, _, gives = self._types[name].partition(":")
+        found = getattr(library(OPS / self._op / "cpu.cpp"), f"mezzo_{self._op}_{name}")
+        found.argtypes, found.restype = [_TYPES[letter] for letter in takes], _TYPES.get(gives)
+        setattr(self, name, found)
+        return found
 
 
 @functools.cache

@@ -20,6 +20,7 @@ FLAGS = (
     "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
 )  # fmt: skip
 HEADERS = Path(__file__).parent
+OPS = HEADERS.parents[1] / "ops"
 MARK = b"mezzo-sha256:"
 """Between a library's code and its digest."""
 LEVELS = {
@@ -32,7 +33,7 @@ rounds a product and the sum after it once. Compiled with -mavx512bf16 too the c
 
 def sources() -> list[Path]:
     """Return the kernels' C++ files."""
-    return sorted((HEADERS.parents[1] / "ops").glob("*/cpu.cpp"))
+    return sorted(OPS.glob("*/cpu.cpp"))
 
 
 def texts(source: Path) -> list[str]:

@@ -39,6 +39,6 @@ struct AdamWStep {
   }
 };
 
-extern "C" int32_t mezzo_adamw(const Batch* batch, const AdamW* rule) {
+extern "C" int32_t mezzo_adamw_step(const Batch* batch, const AdamW* rule) {
   return take<AdamWStep>(*batch, *rule, rule->amsgrad);
 }

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 
 from ...backends.cpp.batch import compiled_step
 from .. import adamw as reference
 from . import AdamWRule
-
-SOURCE = Path(__file__).with_suffix(".cpp")
 
 
 class _AdamWStruct(ctypes.Structure):
@@ -25,4 +22,4 @@ def _pack(rule: AdamWRule) -> _AdamWStruct:
     return _AdamWStruct(1 - rule.beta1, rule.beta2, 1 - rule.beta2, rule.eps, rule.l2, rule.amsgrad)
 
 
-step_ = compiled_step(SOURCE, "mezzo_adamw", reference, _pack)
+step_ = compiled_step("adamw", reference, _pack)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ...backends.cpp.batch import int64s
-from ...backends.cpp.build import c_functions
+from ...backends.cpp.build import Kernel
 from ...operands import addresses_or_none, check_read
 
-SOURCE = Path(__file__).with_suffix(".cpp")
+_kernel = Kernel("attention", backward="PPPPPfiiPi", workspace="P:q", products=":q")
 
 
 def backward(
@@ -40,9 +39,9 @@ def backward(
     strides = [stride for one in rows for stride in one.stride()[:3]] + list(logsumexp.stride())
     sizes = int64s([batch, heads, kv_heads, queries, keys, width])
     threads = min(torch.get_num_threads(), batch * kv_heads)
-    memory = torch.empty(threads * _function("workspace")(sizes) // 4, dtype=torch.float32, device="cpu")
+    memory = torch.empty(threads * _kernel.workspace(sizes) // 4, dtype=torch.float32, device="cpu")
     *tensors, workspace, sums, to_add = addresses_or_none([*rows, memory, logsumexp, added])
-    _function("backward")(
+    _kernel.backward(
         (ctypes.c_void_p * 8)(*tensors), sums, to_add,
         int64s(strides + ([0] * 4 if added is None else list(added.stride()))), sizes, scale, is_causal, products() == 2,
         workspace, threads,
@@ -59,7 +58,4 @@ def _by_key(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
 @functools.cache
 def products() -> int:
     """Return what multiplies: 2 tiles, 1 pairs of bf16, 0 nothing that the kernel is written for. Host only."""
-    return int(_function("products")())
-
-
-_function = c_functions(SOURCE, "mezzo_attention_", backward="PPPPPfiiPi", workspace="P:q", products=":q")
+    return int(_kernel.products())

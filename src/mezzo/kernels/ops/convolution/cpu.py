@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ...backends.cpp.batch import int64s
-from ...backends.cpp.build import c_functions
+from ...backends.cpp.build import Kernel
 from ...operands import addresses_or_none, check_read
 
-SOURCE = Path(__file__).with_suffix(".cpp")
+_kernel = Kernel("convolution", gradients="PPPPPPi", workspace="Pi:q", is_faster=":i")
 
 
 def weight_gradient(
@@ -33,17 +32,14 @@ def weight_gradient(
     of_bias = torch.empty(weight.shape[:1], dtype=torch.bfloat16, device="cpu") if has_bias else None
     threads = torch.get_num_threads()
     numbers = int64s([*input.shape, *grad.shape[1:], *weight.shape[2:], *stride, *padding])
-    bytes_needed = _function("workspace")(numbers, threads)
+    bytes_needed = _kernel.workspace(numbers, threads)
     memory = torch.empty(bytes_needed // 4, dtype=torch.float32, device="cpu")
     *tensors, workspace = addresses_or_none([found, of_bias, input, grad, memory])
-    _function("gradients")(*tensors, numbers, workspace, threads)
+    _kernel.gradients(*tensors, numbers, workspace, threads)
     return found, of_bias
 
 
 @functools.cache
 def is_faster() -> bool:
     """Whether it is faster than torch's here: the processor multiplies pairs of bf16, and no tiles. Host only."""
-    return bool(_function("is_faster")())
-
-
-_function = c_functions(SOURCE, "mezzo_convolution_", gradients="PPPPPPi", workspace="Pi:q", is_faster=":i")
+    return bool(_kernel.is_faster())

@@ -5,15 +5,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ...backends.cpp.build import c_functions
+from ...backends.cpp.build import Kernel
 from ...operands import addresses_of
 
-SOURCE = Path(__file__).with_suffix(".cpp")
+_kernel = Kernel("dropout", draw="PPqQIi")
 
 
 def noise(like: Tensor, p: float) -> Tensor:
@@ -51,7 +50,7 @@ class _State(ctypes.Structure):
 
 def _draw(state: Tensor, out: Tensor, chance: float, kept: int) -> None:
     limit = math.ceil(chance * 2**53)
-    _function("draw")(*addresses_of([state, out]), out.numel(), limit, kept, out.element_size())
+    _kernel.draw(*addresses_of([state, out]), out.numel(), limit, kept, out.element_size())
 
 
 @functools.lru_cache(maxsize=64)
@@ -61,6 +60,3 @@ def _kept(p: float, dtype: torch.dtype) -> int:
 
 def _bits(value: Tensor) -> int:
     return int(value.view(torch.int32 if value.element_size() == 4 else torch.int16)) & 0xFFFFFFFF
-
-
-_function = c_functions(SOURCE, "mezzo_dropout_", draw="PPqQIi")

@@ -26,7 +26,7 @@ inline double sum_of_squares(int format, const void* grad, int64_t size) {
   }
 }
 
-extern "C" void mezzo_norms(int64_t tensors, const int64_t* sizes, void* const* grads, const int32_t* formats, int32_t threads, float* norms) {
+extern "C" void mezzo_gradients_norms(int64_t tensors, const int64_t* sizes, void* const* grads, const int32_t* formats, int32_t threads, float* norms) {
   const auto parts = parts_of(tensors, sizes, kPart);
   std::vector<double> sums(parts.size()), totals(tensors);
   for_each(parts, threads, [&](int64_t i) {
@@ -39,6 +39,6 @@ extern "C" void mezzo_norms(int64_t tensors, const int64_t* sizes, void* const* 
 }
 
 // Step counts that lie apart, as torch's optimizers keep them.
-extern "C" void mezzo_add_one(int64_t tensors, float* const* counts) {
+extern "C" void mezzo_gradients_add_one(int64_t tensors, float* const* counts) {
   for (int64_t t = 0; t < tensors; t++) counts[t][0] += 1.0f;
 }

@@ -128,7 +128,7 @@ template <int X, int Y> void take_back(const Rows& r, int64_t rows, float* grads
 }
 
 // x: [rows][size], of `x_format`; weight: [size]; out: of x's 16-bit format, or `format` where x is fp32; rstd: [rows].
-extern "C" void mezzo_rms_norm(const void* x, const float* weight, void* out, float* rstd, int64_t rows, int64_t size, float eps, int32_t x_format, int32_t format, int32_t threads) {
+extern "C" void mezzo_layer_norm_rms_forward(const void* x, const float* weight, void* out, float* rstd, int64_t rows, int64_t size, float eps, int32_t x_format, int32_t format, int32_t threads) {
   const Rows r{x, nullptr, weight, nullptr, out, nullptr, rstd, size, eps};
   const bool is_wide = x_format == kFp32;
   const auto run = format == kBf16 ? (is_wide ? take<kFp32, kBf16> : take<kBf16, kBf16>) : (is_wide ? take<kFp32, kFp16> : take<kFp16, kFp16>);
@@ -136,7 +136,7 @@ extern "C" void mezzo_rms_norm(const void* x, const float* weight, void* out, fl
 }
 
 // grad: as `out`; mean: [rows], null for an RMS norm; grad_x: as x; grads: of weight [size], of layer norm then those of bias.
-extern "C" void mezzo_norm_backward(const void* grad, const void* x, const float* weight, float* rstd, void* grad_x, float* grads, const float* mean, int64_t rows, int64_t size, int32_t x_format, int32_t format, int32_t threads) {
+extern "C" void mezzo_layer_norm_backward(const void* grad, const void* x, const float* weight, float* rstd, void* grad_x, float* grads, const float* mean, int64_t rows, int64_t size, int32_t x_format, int32_t format, int32_t threads) {
   const Rows r{x, grad, weight, mean, nullptr, grad_x, rstd, size, 0.0f};
   const bool is_wide = x_format == kFp32;
   const auto run = format == kBf16 ? (is_wide ? take_back<kFp32, kBf16> : take_back<kBf16, kBf16>) : (is_wide ? take_back<kFp32, kFp16> : take_back<kFp16, kFp16>);

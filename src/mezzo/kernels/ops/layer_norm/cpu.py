@@ -6,20 +6,19 @@ Layer norm forward is torch's own kernel, as the folder calls it.
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ...._torch import has_no_memory, is_batched_gradient, is_unwatched
 from ....formats import LOW_DTYPES
-from ...backends.cpp.build import c_functions
+from ...backends.cpp.build import Kernel
 from ...dtensor import PLAIN
 from ...operands import FORMATS, addresses_of, addresses_or_none, check_read
 from .. import layer_norm as reference
 from . import as_fp32
 
-SOURCE = Path(__file__).with_suffix(".cpp")
+_kernel = Kernel("layer_norm", rms_forward="PPPPqqfiii", backward="PPPPPPPqqiii")
 
 
 def fits(x: Tensor, shape: list[int], weight: Tensor | None, low: torch.dtype) -> bool:
@@ -47,7 +46,7 @@ def forward(
     rstd = torch.empty((*x.shape[: -len(shape)], *[1] * len(shape)), dtype=torch.float32, device="cpu")
     given = [x.contiguous(), _factors(weight, shape), out, rstd]
     sizes, formats = (rstd.numel(), math.prod(shape)), (FORMATS[x.dtype], FORMATS[low])
-    _function("rms_norm")(*addresses_of(given), *sizes, eps, *formats, torch.get_num_threads())
+    _kernel.rms_forward(*addresses_of(given), *sizes, eps, *formats, torch.get_num_threads())
     return out, rstd.new_empty(0), rstd
 
 
@@ -77,13 +76,10 @@ def backward(
     grads = torch.empty((1 + is_centred, *shape), dtype=torch.float32, device="cpu")
     addresses = addresses_or_none([grad, x, factors, rstd, grad_x, grads, mean if is_centred else None])
     formats = FORMATS[x.dtype], FORMATS[grad.dtype]
-    _function("norm_backward")(*addresses, rstd.numel(), math.prod(shape), *formats, torch.get_num_threads())
+    _kernel.backward(*addresses, rstd.numel(), math.prod(shape), *formats, torch.get_num_threads())
     return grad_x, None if weight is None else grads[0], grads[1] if is_centred and bias is not None else None
 
 
 def _factors(weight: Tensor | None, shape: list[int]) -> Tensor:
     factors = as_fp32(weight)
     return torch.ones(shape, device="cpu", dtype=torch.float32) if factors is None else factors.contiguous()
-
-
-_function = c_functions(SOURCE, "mezzo_", rms_norm="PPPPqqfiii", norm_backward="PPPPPPPqqiii")

@@ -152,7 +152,7 @@ template <class Cache> void product(Product p, int64_t rows, int32_t threads) {
     for (int64_t row = 0; row < rows; row += kRows) of[std::min(kRows, rows - row) - 1](p.from(row), first, std::min(p.width, first + p.block));
 }
 
-extern "C" void mezzo_linear(
+extern "C" void mezzo_linear_forward(
     const uint16_t* x, const uint16_t* weight, uint16_t* out, const uint16_t* bias, int64_t rows, int64_t inner, int64_t width, int32_t threads, int32_t has_large_cache) {
   constexpr int64_t line = 64 / sizeof(Stored);  // no chunk lies across two lines of the cache
   std::vector<Stored> memory(rows * (inner + kStep) + line);
@@ -217,7 +217,7 @@ ON_TILES void tile_outputs(const Product& p, const uint16_t* pairs, int64_t rows
     }
 }
 
-// As mezzo_linear, for up to 16 rows, where `has_tiles`.
+// As mezzo_linear_forward, for up to 16 rows, where `has_tiles`.
 extern "C" void mezzo_linear_tiles(const uint16_t* x, const uint16_t* weight, uint16_t* out, const uint16_t* bias, int64_t rows, int64_t inner, int64_t width, int32_t threads, int32_t) {
   std::vector<uint16_t> pairs(rows * inner);
   for (int64_t k = 0; k + 2 <= inner; k += 2)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import functools
 import os
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ...backends.cpp.build import c_functions
+from ...backends.cpp.build import Kernel
 from ...operands import addresses_or_none
 from ...registry import is_emulated
 
-SOURCE = Path(__file__).with_suffix(".cpp")
+_kernel = Kernel("linear", forward="PPPPqqqii", tiles="PPPPqqqii", most_rows="i:i")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -21,7 +20,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     width, inner = weight.shape
     out = torch.empty((*x.shape[:-1], width), dtype=torch.bfloat16, device="cpu")
     addresses = addresses_or_none([x, weight, out, bias])
-    product = _function("linear_tiles" if most_rows() == 16 else "linear")
+    product = _kernel.tiles if most_rows() == 16 else _kernel.forward
     sizes = x.numel() // inner, inner, width, torch.get_num_threads(), has_large_cache()
     product(*addresses, *sizes)
     return out
@@ -30,7 +29,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 @functools.cache
 def most_rows() -> int:
     """Return the rows up to which this is faster than torch's own here: 4, 8, 16 on tiles of the processor, 32 or 64 beside emulation. Host only."""
-    return int(_function("linear_most_rows")(is_emulated(torch.bfloat16)))
+    return int(_kernel.most_rows(is_emulated(torch.bfloat16)))
 
 
 @functools.cache
@@ -38,6 +37,3 @@ def has_large_cache() -> bool:
     """Whether this CPU's first-level cache holds 48 KB, not 32. Host only."""
     name = "SC_LEVEL1_DCACHE_SIZE"
     return name in getattr(os, "sysconf_names", ()) and os.sysconf(name) >= 48 * 1024
-
-
-_function = c_functions(SOURCE, "mezzo_", linear="PPPPqqqii", linear_tiles="PPPPqqqii", linear_most_rows="i:i")

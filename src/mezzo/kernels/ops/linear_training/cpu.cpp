@@ -43,22 +43,22 @@ inline __m512i narrow_both(__m512 high, __m512 low) {
 #include "cpu.cpp"
 }  // namespace in_fp32
 
-extern "C" void mezzo_linear_forward(
+extern "C" void mezzo_linear_training_forward(
     uint16_t* y, const uint16_t* x, const void* weight, const void* bias, int32_t weight_format, int32_t bias_format,
     int64_t rows, int64_t inner, int64_t width, int32_t threads) {
   (has_pairs() ? in_pairs::forward : in_fp32::forward)(y, x, weight, bias, weight_format, bias_format, rows, inner, width, threads);
 }
 
-extern "C" int32_t mezzo_linear_backward(
+extern "C" int32_t mezzo_linear_training_backward(
     uint16_t* dx, void* dw, void* db, const uint16_t* grad, const uint16_t* x, const void* weight, int32_t weight_format, int32_t bias_format,
     int64_t rows, int64_t inner, int64_t width, int32_t threads) {
   return (has_pairs() ? in_pairs::backward : in_fp32::backward)(dx, dw, db, grad, x, weight, weight_format, bias_format, rows, inner, width, threads);
 }
 
 // Whether it is the faster one here: the processor has no tiles, on which torch's runs, and pairs where there are many rows.
-extern "C" int32_t mezzo_linear_is_faster(int32_t has_many_rows) { return !has_tiles() && (!has_many_rows || has_pairs()); }
+extern "C" int32_t mezzo_linear_training_is_faster(int32_t has_many_rows) { return !has_tiles() && (!has_many_rows || has_pairs()); }
 #else
-extern "C" int32_t mezzo_linear_is_faster(int32_t) { return 0; }
+extern "C" int32_t mezzo_linear_training_is_faster(int32_t) { return 0; }
 #endif
 #else
 constexpr int64_t kPanel = 32;     // columns of sums: two registers

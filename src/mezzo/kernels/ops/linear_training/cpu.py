@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ...backends.cpp.build import c_functions
+from ...backends.cpp.build import Kernel
 from ...operands import FORMATS, addresses_or_none
 
-SOURCE = Path(__file__).with_suffix(".cpp")
+_kernel = Kernel("linear_training", forward="PPPPiiqqqi", backward="PPPPPPiiqqqi:i", is_faster="i:i")
 
 
 def forward(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -21,7 +20,7 @@ def forward(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     to, x, w, b = addresses_or_none([out, input, weight, bias])
     of_weight, of_bias = FORMATS[weight.dtype], FORMATS[weight.dtype if bias is None else bias.dtype]
     rows = input.numel() // inner
-    _function("forward")(to, x, w, b, of_weight, of_bias, rows, inner, width, torch.get_num_threads())
+    _kernel.forward(to, x, w, b, of_weight, of_bias, rows, inner, width, torch.get_num_threads())
     return out
 
 
@@ -39,7 +38,7 @@ def backward(
     dx, dw, db, g, x, w = addresses_or_none([of_input, of_weight, bias, grad, input, weight])
     formats = FORMATS[weight.dtype], FORMATS[weight.dtype if of_bias is None else of_bias]
     rows, threads = grad.numel() // width, torch.get_num_threads()
-    if not _function("backward")(dx, dw, db, g, x, w, *formats, rows, inner, width, threads):
+    if not _kernel.backward(dx, dw, db, g, x, w, *formats, rows, inner, width, threads):
         raise MemoryError(
             "there is no memory to lay out a linear layer's weight and input for backward. Write smaller batches."
         )
@@ -49,7 +48,4 @@ def backward(
 @functools.cache
 def is_faster(has_many_rows: bool = False) -> bool:
     """Whether it is faster than torch's here: the processor multiplies no tiles, and pairs of bf16 where there are many rows. Host only."""
-    return bool(_function("is_faster")(has_many_rows))
-
-
-_function = c_functions(SOURCE, "mezzo_linear_", forward="PPPPiiqqqi", backward="PPPPPPiiqqqi:i", is_faster="i:i")
+    return bool(_kernel.is_faster(has_many_rows))

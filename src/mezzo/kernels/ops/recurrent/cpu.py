@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,11 +12,15 @@ from torch import Tensor
 
 from ...._torch import has_no_memory
 from ...backends.cpp.batch import int64s
-from ...backends.cpp.build import c_functions
+from ...backends.cpp.build import Kernel
 from ...operands import addresses_or_none, check_read
 from . import is_gru
 
-SOURCE = Path(__file__).with_suffix(".cpp")
+_kernel = Kernel(
+    "recurrent", forward="PPPPiPi", backward="PPPPPiPi", products=":q", forward_workspace="P:q",
+    backward_workspace="P:q",
+)  # fmt: skip
+
 GROUP = 16
 """Units that lie together in what forward keeps."""
 _LAYERS = "recurrent layers"
@@ -49,11 +52,12 @@ def forward(operands: Sequence[Tensor], is_reversed: bool, keeps: bool) -> tuple
     states[-1 if is_reversed else 0] = torch.constant_pad_nd(state, (0, groups * GROUP - units))
     kept = torch.empty((steps, batch, groups, 4, GROUP), dtype=torch.bfloat16, device="cpu") if keeps else None
     sizes = _sizes(operands)
-    memory = _workspace("forward", sizes)
+    memory = torch.empty(_kernel.forward_workspace(sizes) // 4, dtype=torch.float32, device="cpu")
     addresses = addresses_or_none([x, y, *weights, *[None] * (4 - len(weights)), h, kept, states, memory])
+    threads = min(torch.get_num_threads(), batch)
     strides = [*x.stride()[:2], *y.stride()[:2], states.stride(0) * has_all]
-    _function("forward")(
-        (ctypes.c_void_p * 8)(*addresses[:8]), addresses[8], int64s(strides), sizes, is_reversed, addresses[9], _threads(batch)
+    _kernel.forward(
+        (ctypes.c_void_p * 8)(*addresses[:8]), addresses[8], int64s(strides), sizes, is_reversed, addresses[9], threads
     )  # fmt: skip
     return y, states, kept
 
@@ -85,11 +89,11 @@ def backward(
     if grads[2] is not None:
         d_state[:, :units] = grads[2]
     sizes = _sizes(operands)
-    memory = _workspace("backward", sizes)
+    memory = torch.empty(_kernel.backward_workspace(sizes) // 4, dtype=torch.float32, device="cpu")
     addresses = addresses_or_none([dy, dh, w_hh, kept, d_sums[0], d_sums[-1], states, d_state, memory])
-    _function("backward")(
+    _kernel.backward(
         (ctypes.c_void_p * 6)(*addresses[:6]), *addresses[6:8], int64s([0, 0] if dy is None else list(dy.stride()[:2])), sizes,
-        is_reversed, addresses[8], _threads(batch),
+        is_reversed, addresses[8], min(torch.get_num_threads(), batch),
     )  # fmt: skip
     return d_sums[..., :sums], d_state[:, :units].to(operands[2].dtype)
 
@@ -118,21 +122,7 @@ def _check(grads: Sequence[Tensor | None], operands: Sequence[Tensor], y: Tensor
     check_read(_LAYERS, "gates", kept, (steps, batch, groups, 4, GROUP), low)
 
 
-def _workspace(name: str, sizes: Any) -> Tensor:
-    return torch.empty(_function(f"{name}_workspace")(sizes) // 4, dtype=torch.float32, device="cpu")
-
-
-def _threads(batch: int) -> int:
-    return min(torch.get_num_threads(), batch)
-
-
 @functools.cache
 def products() -> int:
     """Return what multiplies: 1 pairs of bf16, 0 nothing that the kernel is written for, or tiles, on which torch's is the faster one. Host only."""
-    return int(_function("products")())
-
-
-_function = c_functions(
-    SOURCE, "mezzo_recurrent_", forward="PPPPiPi", backward="PPPPPiPi", products=":q", forward_workspace="P:q",
-    backward_workspace="P:q",
-)  # fmt: skip
+    return int(_kernel.products())

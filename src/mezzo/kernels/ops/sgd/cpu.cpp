@@ -35,6 +35,6 @@ struct SGDStep {
   }
 };
 
-extern "C" int32_t mezzo_sgd(const Batch* batch, const SGD* rule) {
+extern "C" int32_t mezzo_sgd_step(const Batch* batch, const SGD* rule) {
   return take<SGDStep>(*batch, *rule, rule->momentum != 0);
 }

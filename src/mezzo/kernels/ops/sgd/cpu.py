@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 
 from ...backends.cpp.batch import compiled_step
 from .. import sgd as reference
 from . import SGDRule
-
-SOURCE = Path(__file__).with_suffix(".cpp")
 
 
 class _SGDStruct(ctypes.Structure):
@@ -22,4 +19,4 @@ def _pack(rule: SGDRule) -> _SGDStruct:
     return _SGDStruct(rule.weight_decay, rule.momentum, rule.nesterov)
 
 
-step_ = compiled_step(SOURCE, "mezzo_sgd", reference, _pack)
+step_ = compiled_step("sgd", reference, _pack)
