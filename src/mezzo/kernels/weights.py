@@ -53,6 +53,10 @@ class Weights:
         """Return the index of a weight's first element in the whole of which it is a part; 0 if it is one itself."""
         return self.offsets[index] if self.offsets else 0
 
+    def master(self, index: int) -> Tensor:
+        """Return a weight's master, as `read_master` has it. Syncs: no."""
+        return read_master(self.mode, self.values[index], self.aux[index] if self.aux else None)
+
     def random_bits(self, index: int, step: Tensor, stream: int) -> Tensor:
         """Return the random bits of a weight's elements in a step, for the weight itself or, by another stream, its moments. Syncs: no.
 

@@ -15,7 +15,7 @@ from ..._torch import foreach_copy_, foreach_mul
 from ..device_numbers import move, table
 from ..operands import Operands
 from ..ops.rounding import EndToEnd
-from ..weights import Weights, read_master, write_master_
+from ..weights import Weights, write_master_
 
 MOST = 2**24
 """Elements that are laid end to end at once, each in some 100 bytes of scratch; a longer weight is taken alone."""
@@ -89,7 +89,7 @@ def _masters(operands: Operands, step: Tensor) -> Iterator[tuple[list[Tensor], O
         torch.autograd.graph.increment_version(list(given.weights.values))
         return
     for part in parts(operands, are_random=mode == "stochastic"):
-        master = read_master(mode, part.long.values[0], part.long.aux[0] if part.long.aux else None)
+        master = part.long.master(0)
         yield part.split(master), part.operands, [counts[index] for index in part.indices]
         write_master_(part.long, 0, master, step, operands.grads.skip)
         part.store_()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ....formats import widest
 from ...operands import Operands
-from ...weights import read_master, store_means_, write_, write_master_
+from ...weights import store_means_, write_, write_master_
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,8 +119,7 @@ def step_(
     for index in range(len(weights.values)) if indices is None else indices:
         decay, size, unbias = scalars[index].unbind()
         mean_, square_, *peak_ = [held[index] for held in operands.moments.values()]
-        aux = weights.aux[index] if weights.aux else None
-        master = read_master(weights.mode, weights.values[index], aux) * decay
+        master = weights.master(index) * decay
         grad = operands.grads.read(index, master.dtype)
         if rule.l2 != 0:
             grad = grad.add(master, alpha=rule.l2)

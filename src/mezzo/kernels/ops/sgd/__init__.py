@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...operands import Operands
-from ...weights import read_master, store_means_, write_master_
+from ...weights import store_means_, write_master_
 from ..adamw import is_counted_on_host, rate_on, rows_by_count
 
 
@@ -73,8 +73,7 @@ def step_(
     weights, skip = operands.weights, operands.grads.skip
     for index in range(len(weights.values)) if indices is None else indices:
         rate, keep, add = scalars[index].unbind()
-        aux = weights.aux[index] if weights.aux else None
-        master = read_master(weights.mode, weights.values[index], aux)
+        master = weights.master(index)
         grad = operands.grads.read(index, master.dtype)
         if rule.weight_decay != 0:
             grad = grad.add(master, alpha=rule.weight_decay)
