@@ -129,11 +129,11 @@ def operands(
         check_apart([layout])
     values = grads.values
     fits = array("q", map(Tensor.numel, values)) == layout.numels
-    for index in layout.other if fits else range(len(weights.values)):  # equally many elements are enough for a kernel
+    is_walked = any(layout.sizes)
+    # equally many elements are enough for a kernel
+    for index in layout.other if fits and is_walked else range(len(weights.values)):
         _check_gradient(weights, index, values[index])
-    if not any(layout.sizes):
-        for index, grad in enumerate(values):
-            _check_gradient(weights, index, grad)
+    if not is_walked:
         return Operands(weights=weights, moments=moments, grads=grads, layout=layout)
     formats = _formats(values)
     own = FORMATS[weights.values[0].dtype]
