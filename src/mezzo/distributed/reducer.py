@@ -17,7 +17,7 @@ from ..errors import DistributedError
 from ..formats import FP8, LOW_DTYPES
 from ..stamp import Stamp, version_of
 from .group import Group
-from .wide_sum import Fp8Blocks, WideSum, num_packed
+from .wide_sum import Codec, Fp8Blocks, WideSum
 
 if TYPE_CHECKING:
     from .._torch import GradBucket
@@ -167,17 +167,17 @@ class GradientReducer:
         buffer: Tensor = bucket.buffer()
         is_unrounded = self._loses_nothing(buffer)
         sent = buffer if is_unrounded else self._share(bucket)
-        blocks = self._blocks_of(bucket) if self.dtype is FP8 and sent.dtype is torch.float32 else None
-        self.comm_stats.num_by_dtype[sent.dtype if blocks is None else FP8] += 1
-        self.comm_stats.payload_bytes += sent.nbytes if blocks is None else num_packed(sent.numel(), self.group.size)
+        codec = self._codec_of(bucket, sent)
+        self.comm_stats.num_by_dtype[codec.dtype] += 1
+        self.comm_stats.payload_bytes += codec.num_bytes(sent.numel(), self.group.size)
         if is_unrounded:
             self.comm_stats.unrounded.add(sent.dtype)
         self.averaged.update(map(id, bucket.parameters()))
         if bucket.index() == 0:
             self._wide_sum.drop()
         # Of two ranks' rounded shares any sum is rounded once.
-        if is_unrounded or blocks is not None or (sent.dtype in LOW_DTYPES and self.group.size > 2):
-            mean = self._wide_sum.start(self.group, sent, buffer, self.group.size if is_unrounded else 1, blocks)
+        if is_unrounded or codec.dtype is FP8 or (sent.dtype in LOW_DTYPES and self.group.size > 2):
+            mean = self._wide_sum.start(self.group, sent, buffer, self.group.size if is_unrounded else 1, codec)
         else:
             mean = self._average(sent, buffer)
         # In the first pass of a static graph torch sends all buckets behind backward, and calls each of them the first.
@@ -195,8 +195,10 @@ class GradientReducer:
         share = self._with_earlier(bucket).div_(self.group.size)
         return share.to(self.dtype) if share.dtype is torch.float32 and self.dtype is not FP8 else share
 
-    def _blocks_of(self, bucket: GradBucket) -> Fp8Blocks:
-        """Return the form in which a bucket is sent, with its remainders; torch may lay buckets out anew, which drops them."""
+    def _codec_of(self, bucket: GradBucket, sent: Tensor) -> Codec:
+        """Return the form in which a bucket is sent: as it is, or in fp8 with its remainders; torch may lay buckets out anew, which drops them."""
+        if self.dtype is not FP8 or sent.dtype is not torch.float32:
+            return Codec(sent.dtype)
         key = tuple(map(id, bucket.parameters()))
         if key not in self._blocks:
             self._blocks = {known: held for known, held in self._blocks.items() if not set(known) & set(key)}

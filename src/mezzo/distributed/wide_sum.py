@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..formats import LOW_DTYPES, dtype_name
+from ..formats import FP8, LOW_DTYPES, dtype_name
 from .group import Group, all_gather_rows
 
 BLOCK = 128
@@ -45,7 +45,11 @@ class Codec:
     """What the length of a row must be a multiple of."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+        self.dtype = dtype
+
+    def num_bytes(self, numel: int, num_ranks: int) -> int:
+        """Return the bytes of a bucket's values, in as many rows as ranks. Host only."""
+        return numel * self.dtype.itemsize
 
     def pack(self, rows: Tensor) -> Tensor:
         """Return what is sent, one row to each rank. Syncs: no."""
@@ -57,7 +61,7 @@ class Codec:
 
     def pack_sum(self, mean: Tensor) -> Tensor:
         """Return what every rank is sent of it, rounded once. Syncs: no."""
-        return mean.to(self._dtype)
+        return mean.to(self.dtype)
 
     def unpack(self, rows: Tensor) -> Tensor:
         """Return the values of such rows. Syncs: no."""
@@ -77,12 +81,6 @@ def encode(rows: Tensor) -> Tensor:
     stored = torch.where(largest.isfinite(), stored, 255).to(torch.int32)
     small = (blocks * _power_of_two(254 - stored.clamp(max=253)).unsqueeze(-1)).to(torch.float8_e4m3fn)
     return torch.cat([small.view(torch.uint8).flatten(1), stored.to(torch.uint8)], dim=1)
-
-
-def num_packed(numel: int, num_ranks: int) -> int:
-    """Return the bytes of a bucket's values, in as many rows as ranks, with their exponents."""
-    whole = num_ranks * BLOCK
-    return -(-numel // whole) * num_ranks * (BLOCK + 1)
 
 
 def decode(packed: Tensor) -> Tensor:
@@ -108,8 +106,13 @@ class Fp8Blocks(Codec):
     multiple = BLOCK
 
     def __init__(self) -> None:
+        super().__init__(FP8)
         self._own: Tensor | None = None
         self._sum: Tensor | None = None
+
+    def num_bytes(self, numel: int, num_ranks: int) -> int:
+        """Return the bytes of a bucket's values, in as many rows as ranks, with their exponents. Host only."""
+        return -(-numel // (num_ranks * BLOCK)) * num_ranks * (BLOCK + 1)
 
     def pack(self, rows: Tensor) -> Tensor:
         """Return what is sent: of shape (N, P), fp32, to uint8. Writes: `rows`. Syncs: no."""
@@ -169,7 +172,7 @@ class WideSum:
         self._summed: deque[_Bucket] = deque()
 
     def start(
-        self, group: Group, sent: Tensor, target: Tensor, divisor: int, codec: Codec | None = None
+        self, group: Group, sent: Tensor, target: Tensor, divisor: int, codec: Codec
     ) -> torch.futures.Future[Tensor]:
         """Begin to add a bucket up, and go on with those before it.
 
@@ -178,20 +181,19 @@ class WideSum:
             sent: shape (n,), 16 bit, or fp32 for a codec of less; may be the target.
             target: shape (n,): takes the mean.
             divisor: of the sum, which makes it the mean.
-            codec: in what form it is sent; None: as it is, in 16 bit.
+            codec: in what form it is sent.
 
         Returns:
             What the target will be. A rank that is lost raises torch's RuntimeError.
 
         Writes: `target`, and those of buckets before it. Syncs: on the CPU, with the slowest rank for these; else no.
         """
-        form = Codec(sent.dtype) if codec is None else codec
-        rows = form.pack(split(sent, group.size, form.multiple))
+        rows = codec.pack(split(sent, group.size, codec.multiple))
         received = torch.empty_like(rows)
         work = group.exchange(received, rows)
         devices: list[int | str | torch.device] = [] if target.device.type == "cpu" else [target.device]
         done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
-        self._sent.append(_Bucket(form, rows, received, target, divisor, work, done))
+        self._sent.append(_Bucket(codec, rows, received, target, divisor, work, done))
         self._go_on(group, in_flight=1)
         return done
 
