@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -51,7 +52,7 @@ class Watch(AbstractContextManager["Watch"]):
         # of a sampled step: by parameter, samples with a gradient, and those that did not move; whether some gradient was not 0, whether
         # it was 0 before the step, whether there was one and nothing moved; whether it had a rate; whether it was taken, None where its result tells
         self._sampled: dict[int, tuple[Tensor, Tensor, Tensor, Tensor | None]] = {}
-        self._num_sampled = self._num_idle = self._num_zero = self._num_cleared = self._num_still = 0
+        self._counts = Counter[str]()  # of sampled steps, by the names that the report has for them
         self._steps: list[StepRecord] = []
         self._unread: list[tuple[int, StepResult, list[Tensor]]] = []
         self._losses: list[Tensor] = []
@@ -237,14 +238,11 @@ class Watch(AbstractContextManager["Watch"]):
             if not (applied.get(step, True) if taken is None else bool(taken)):
                 continue
             if not bool(rate):  # moves nothing, and is meant: a warm-up may begin so
-                self._num_still += 1
+                self._counts["still"] += 1
                 continue
             has_gradient, is_cleared, is_idle = flags.tolist()
             self._moved += counts
-            self._num_sampled += 1
-            self._num_zero += not has_gradient
-            self._num_cleared += is_cleared
-            self._num_idle += is_idle
+            self._counts.update(sampled=1, zero=not has_gradient, cleared=is_cleared, idle=is_idle)
         self._sampled.clear()
 
     def _read_results(self) -> None:
@@ -288,11 +286,7 @@ class Watch(AbstractContextManager["Watch"]):
             tensors=self._tensors(histograms),
             loss_scale=self._steps[-1].scale if self._steps else 1.0,
             host_share=self._spent_s / elapsed if elapsed else 0.0,
-            sampled=self._num_sampled,
-            idle=self._num_idle,
-            zero=self._num_zero,
-            cleared=self._num_cleared,
-            still=self._num_still,
+            **self._counts,
             dead=self._dead(histograms),
             states=tuple(n for n, b in buffers.items() if n in self._states and not self._states[n].is_current(b)),
             masters=next((f"{dtype_name(p.dtype)}-master" for _, p in self._parameters if self._is_bare(p)), ""),
