@@ -1,5 +1,7 @@
-// Laying out operands for products of pairs of bf16 (AVX512-BF16): registers of 32 values, or of 16 pairs.
+// Laying out operands for products of pairs of bf16 (AVX512-BF16), and the sums of these: registers of 32 values, or of 16 pairs.
 #pragma once
+
+#include <cstring>
 
 #include "tiles.h"
 
@@ -21,6 +23,35 @@ inline __mmask32 first_words(int64_t left) { return left >= 32 ? 0xffffffff : le
 
 inline __m512 widened(__m256i bits) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16)); }
 inline __m512 load_wide(const uint16_t* p, __mmask16 there) { return widened(_mm256_maskz_loadu_epi16(there, p)); }
+
+// The sums of R rows of 32 columns, in registers; in memory rows lie `row` apart.
+template <int R> struct Block {
+  __m512 sum[R][2];
+
+  void clear() {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
+  }
+  void load(const float* from, int64_t row) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) sum[r][0] = _mm512_loadu_ps(from + r * row), sum[r][1] = _mm512_loadu_ps(from + r * row + 16);
+  }
+  void store(float* to, int64_t row) const {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) _mm512_storeu_ps(to + r * row, sum[r][0]), _mm512_storeu_ps(to + r * row + 16, sum[r][1]);
+  }
+  // Adds the products of a pair of each row with pairs of the columns.
+  ON_PAIRS inline __attribute__((always_inline)) void add(const uint16_t* a, int64_t row, __m512i left, __m512i right) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      int32_t pair;
+      std::memcpy(&pair, a + r * row, 4);
+      const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+      sum[r][0] = _mm512_dpbf16_ps(sum[r][0], both, (__m512bh)left);
+      sum[r][1] = _mm512_dpbf16_ps(sum[r][1], both, (__m512bh)right);
+    }
+  }
+};
 
 // 16 rows of 16 lanes, turned.
 inline void transpose(__m512i* r) {

@@ -63,29 +63,16 @@ ON_PAIRS void multiply_pairs(float* c, int64_t c_row, const uint16_t* a, int64_t
   constexpr int R = 8;  // rows at once: 16 sums in registers
   for (int64_t i = 0; i < m; i += R)
     for (int64_t j = 0; j < n; j += 32) {
-      __m512 sums[R][2];
-#pragma GCC unroll 8
-      for (int r = 0; r < R; r++) {
-        sums[r][0] = adds ? _mm512_loadu_ps(c + (i + r) * c_row + j) : _mm512_setzero_ps();
-        sums[r][1] = adds ? _mm512_loadu_ps(c + (i + r) * c_row + j + 16) : _mm512_setzero_ps();
-      }
+      Block<R> sums;
+      if (adds)
+        sums.load(c + i * c_row + j, c_row);
+      else
+        sums.clear();
       for (int64_t x = 0; x < k; x += 2) {
         const uint16_t* at = b + x / 2 * b_row + 2 * j;
-        const __m512bh left = (__m512bh)_mm512_loadu_si512(at), right = (__m512bh)_mm512_loadu_si512(at + 32);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-          int32_t pair;
-          std::memcpy(&pair, a + (i + r) * a_row + x, 4);
-          const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
-          sums[r][0] = _mm512_dpbf16_ps(sums[r][0], both, left);
-          sums[r][1] = _mm512_dpbf16_ps(sums[r][1], both, right);
-        }
+        sums.add(a + i * a_row + x, a_row, _mm512_loadu_si512(at), _mm512_loadu_si512(at + 32));
       }
-#pragma GCC unroll 8
-      for (int r = 0; r < R; r++) {
-        _mm512_storeu_ps(c + (i + r) * c_row + j, sums[r][0]);
-        _mm512_storeu_ps(c + (i + r) * c_row + j + 16, sums[r][1]);
-      }
+      sums.store(c + i * c_row + j, c_row);
     }
 }
 

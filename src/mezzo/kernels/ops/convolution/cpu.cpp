@@ -93,12 +93,11 @@ ON_PAIRS void add_tap(float* sums, int64_t row, const uint16_t* x, const uint16_
   const int64_t tap_row = tap / s.tap_columns, tap_column = tap % s.tap_columns;
   const Range rows = inside(tap_row, s.row_stride, s.row_pad, s.height, s.rows);
   const Range columns = inside(tap_column, s.column_stride, s.column_pad, s.width, s.columns);
-  __m512 sum[kIn][2];
-#pragma GCC unroll 8
-  for (int i = 0; i < kIn; i++) {
-    sum[i][0] = is_first ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + i * row);
-    sum[i][1] = is_first ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + i * row + 16);
-  }
+  Block<kIn> block;
+  if (is_first)
+    block.clear();
+  else
+    block.load(sums, row);
   for (int64_t b = 0; b < pairs; b++)
     for (int64_t r = rows.begin; r < rows.end; r++) {
       const int64_t above = b * s.height + r * s.row_stride + tap_row - s.row_pad;
@@ -107,22 +106,10 @@ ON_PAIRS void add_tap(float* sums, int64_t row, const uint16_t* x, const uint16_
       for (int64_t c = columns.begin; c < columns.end; c++, from += 2 * kPanel * s.column_stride, with += 2 * kPanel) {
         for (const uint16_t* soon : {from + kAhead * 2 * kPanel * s.column_stride, with + kAhead * 2 * kPanel, with + s.out_panel() + kAhead * 2 * kPanel})
           _mm_prefetch((const char*)soon, _MM_HINT_T0);
-        const __m512bh left = (__m512bh)_mm512_load_si512(with), right = (__m512bh)_mm512_load_si512(with + s.out_panel());
-#pragma GCC unroll 8
-        for (int i = 0; i < kIn; i++) {
-          int32_t pair;
-          std::memcpy(&pair, from + 2 * i, 4);
-          const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
-          sum[i][0] = _mm512_dpbf16_ps(sum[i][0], both, left);
-          sum[i][1] = _mm512_dpbf16_ps(sum[i][1], both, right);
-        }
+        block.add(from, 2, _mm512_load_si512(with), _mm512_load_si512(with + s.out_panel()));
       }
     }
-#pragma GCC unroll 8
-  for (int i = 0; i < kIn; i++) {
-    _mm512_storeu_ps(sums + i * row, sum[i][0]);
-    _mm512_storeu_ps(sums + i * row + 16, sum[i][1]);
-  }
+  block.store(sums, row);
 }
 
 // Writes sums [count][32] as bf16, a row of `count` for each of up to 32 channels, `row` apart.

@@ -187,23 +187,10 @@ struct Result {
   }
 };
 
-// The sums of R rows of 32 columns, in registers.
-template <int R> struct Sums {
-  __m512 sum[R][2];
+// A block whose sums are added to in the arithmetic that this is compiled for, and written rounded.
+template <int R> struct Sums : Block<R> {
+  using Block<R>::sum;
 
-  void clear() {
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
-  }
-  void load(const float* from, int64_t row) {
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) sum[r][0] = _mm512_load_ps(from + r * row), sum[r][1] = _mm512_load_ps(from + r * row + 16);
-  }
-  void store(float* to, int64_t row) const {
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) _mm512_store_ps(to + r * row, sum[r][0]), _mm512_store_ps(to + r * row + 16, sum[r][1]);
-  }
-  // Adds the products of a pair of each row with pairs of the columns.
   MEZZO_ARITHMETIC inline __attribute__((always_inline)) void add(const uint16_t* a, int64_t row, __m512i left, __m512i right) {
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
