@@ -45,10 +45,6 @@ class Maker:
     root: str = ""
     module: str = ""
 
-    def is_same_module(self, other: Maker) -> bool:
-        """Whether both are one module, in whatever phase."""
-        return self.phase is not None and (self.root, self.module) == (other.root, other.module)
-
 
 @dataclass(slots=True)
 class _Made:
@@ -129,7 +125,8 @@ class Fp32Reference:
 
     def local(self, tensor: Tensor, here: Maker) -> Tensor | None:
         """Return what a tensor would be had the module `here` computed in fp32; None if that is what it is. Syncs: no."""
-        return self._local.get(tensor) if here.is_same_module(self.maker(tensor)) else None
+        maker = self.maker(tensor)
+        return self._local.get(tensor) if (maker.root, maker.module) == (here.root, here.module) else None
 
     def full(self, tensor: Tensor) -> Tensor | None:
         """Return what a tensor would be had everything been computed in fp32; None if that is what it is. Syncs: no."""

@@ -42,21 +42,16 @@ class LintReport(Report):
         under_policy = f" under {self.policy}" if self.policy else ""
         blocks: list[Block] = []
         for warning in self.warnings:
-            blocks += lint_blocks(warning)
+            site = warning.lint.site
+            where = f" {short_line(site.frame)}".rstrip()
+            pairs = (("why", warning.why), *line_pairs(site.frame, site.library), ("instead", warning.advice))
+            blocks += [Heading(text=f"{warning.lint.rule}:{where}, module {site.path}"), Pairs(pairs=pairs)]
         return Document(
             title=f"mezzo lint of {self.model}{under_policy}",
             verdict=verdict,
             is_good=not count and not self.flaw,
             blocks=tuple(blocks),
         )
-
-
-def lint_blocks(warning: LintWarning) -> list[Block]:
-    """Lay one warning out."""
-    site = warning.lint.site
-    where = f" {short_line(site.frame)}".rstrip()
-    pairs = (("why", warning.why), *line_pairs(site.frame, site.library), ("instead", warning.advice))
-    return [Heading(text=f"{warning.lint.rule}:{where}, module {site.path}"), Pairs(pairs=pairs)]
 
 
 def _fitting(scale: float, loss: Tensor) -> float:

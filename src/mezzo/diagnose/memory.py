@@ -222,8 +222,10 @@ def memory(
     if batch is not None:
         tally["activations"] = _saved_bytes(model, batch, loss_fn, chosen)
     elif chosen.is_low and chosen.compute is not None:
-        cast = sum(p.numel() for p in _cast_weights(outline))
-        tally["weight casts"][chosen.compute] = cast * chosen.compute.itemsize
+        # a region casts at each use the fp32 weights of layers that multiply matrices
+        layers = [module for module in outline.modules() if is_cast_at_use(class_names(module))]
+        cast = [p for layer in layers for p in layer.parameters(recurse=False) if p.dtype not in LOW_DTYPES]
+        tally["weight casts"][chosen.compute] = sum(p.numel() for p in cast) * chosen.compute.itemsize
     return MemoryReport(
         model=type(model).__name__,
         optimizers=tuple(type(o).__name__ for o in optimizers),
@@ -269,9 +271,3 @@ def _count_optimizer(
 def _share(kind: Kind, counts: Counter[torch.dtype]) -> MemoryShare:
     dtypes = tuple((dtype_name(dtype), count) for dtype, count in counts.most_common())
     return MemoryShare(kind=kind, bytes=counts.total(), dtypes=dtypes)
-
-
-def _cast_weights(outline: nn.Module) -> list[nn.Parameter]:
-    """Return the weights that a region casts at each use: fp32 ones of layers that multiply matrices."""
-    layers = [module for module in outline.modules() if is_cast_at_use(class_names(module))]
-    return [p for layer in layers for p in layer.parameters(recurse=False) if p.dtype not in LOW_DTYPES]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -311,14 +310,3 @@ def _arguments(call: Call) -> tuple[tuple[str, str], ...]:
 def _is_numbers(value: object) -> bool:
     """Say whether a value is a number or a flag, or a list or tuple of some."""
     return all(isinstance(v, (int, float)) for v in (value if isinstance(value, (list, tuple)) else [value]))
-
-
-def observe(run: Callable[[], object], model: nn.Module | None, other: dict[str, Tensor]) -> Run:
-    """Run something once, op by op, compiled models too; `other` are the leaves of the run it is held against.
-
-    Writes: what `run` writes. Syncs: at every op.
-    """
-    mode = ObservingMode(model, other)
-    with mode.watching():
-        output = run()
-    return mode.run_of(output)

@@ -20,7 +20,7 @@ from ..formats import widened
 from ..trace import Frame, floating, preserve_state
 from .divergence import first_divergence, place_of
 from .mismatch_report import MismatchFinding, MismatchReport, OpPlace, OutputGap
-from .observed_run import ROUNDINGS, Run, jittered, observe, relative_error
+from .observed_run import ROUNDINGS, ObservingMode, Run, jittered, relative_error
 from .trial import LossFn, call, check_trial, loss_of
 
 Runnable = nn.Module | Callable[..., Any]
@@ -87,9 +87,13 @@ def _names(a: Any, b: Any, loss_fn: LossFn | None, count: int) -> list[str]:
 
 
 def _observe(run: Any, batch: Any, loss_fn: LossFn | None, other: dict[str, Tensor]) -> Run:
-    model = run if isinstance(run, nn.Module) else None
+    """Run something once, op by op, compiled models too; `other` are the leaves of the run it is held against. Syncs: at every op."""
+    mode = ObservingMode(run if isinstance(run, nn.Module) else None, other)
     with _undisturbed(run):
-        return observe(_compared(run, batch, loss_fn), model, other)
+        step = _compared(run, batch, loss_fn)
+        with mode.watching():
+            output = step()
+        return mode.run_of(output)
 
 
 def _check_shapes(a: Run, b: Run) -> None:
