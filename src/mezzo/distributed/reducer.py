@@ -165,7 +165,9 @@ class GradientReducer:
         Writes: the bucket. Syncs: on the CPU, with the slowest rank; else no.
         """
         buffer: Tensor = bucket.buffer()
-        is_unrounded = self._loses_nothing(buffer)
+        # 16 bit, and nothing is added to them in fp32: alike on all ranks
+        is_low = buffer.dtype in LOW_DTYPES and self.dtype in (buffer.dtype, torch.float32)
+        is_unrounded = is_low and self.accumulator is None and self.group.size > 1
         sent = buffer if is_unrounded else self._share(bucket)
         codec = self._codec_of(bucket, sent)
         self.comm_stats.num_by_dtype[codec.dtype] += 1
@@ -185,15 +187,18 @@ class GradientReducer:
             self._wide_sum.finish(self.group)
         return mean
 
-    def _loses_nothing(self, grads: Tensor) -> bool:
-        """Whether gradients can be sent as they are: 16 bit, and nothing is added to them in fp32. Alike on all ranks."""
-        is_low = grads.dtype in LOW_DTYPES and self.dtype in (grads.dtype, torch.float32)
-        return is_low and self.accumulator is None and self.group.size > 1
-
     def _share(self, bucket: GradBucket) -> Tensor:
-        """Return what this rank gives to the mean, in the dtype it is sent in."""
-        share = self._with_earlier(bucket).div_(self.group.size)
-        return share.to(self.dtype) if share.dtype is torch.float32 and self.dtype is not FP8 else share
+        """Return what this rank gives to the mean, those of earlier micro-batches added, in the dtype it is sent in."""
+        buffer: Tensor = bucket.buffer()
+        wide = buffer.to(torch.float32) if buffer.dtype in LOW_DTYPES else buffer
+        if self.accumulator is not None:
+            for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                earlier = self.accumulator.take(param)
+                if earlier is not None:
+                    index = grad.storage_offset() - buffer.storage_offset()
+                    wide.as_strided(grad.size(), grad.stride(), index).add_(earlier)
+        wide.div_(self.group.size)
+        return wide.to(self.dtype) if wide.dtype is torch.float32 and self.dtype is not FP8 else wide
 
     def _codec_of(self, bucket: GradBucket, sent: Tensor) -> Codec:
         """Return the form in which a bucket is sent: as it is, or in fp8 with its remainders; torch may lay buckets out anew, which drops them."""
@@ -212,15 +217,3 @@ class GradientReducer:
 
         averaged: torch.futures.Future[Tensor] = self.group.average(sent).then(finish)
         return averaged
-
-    def _with_earlier(self, bucket: GradBucket) -> Tensor:
-        """Return a bucket's gradients, wide enough to be divided, with those of earlier micro-batches added."""
-        buffer: Tensor = bucket.buffer()
-        wide = buffer.to(torch.float32) if buffer.dtype in LOW_DTYPES else buffer
-        if self.accumulator is not None:
-            for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
-                earlier = self.accumulator.take(param)
-                if earlier is not None:
-                    index = grad.storage_offset() - buffer.storage_offset()
-                    wide.as_strided(grad.size(), grad.stride(), index).add_(earlier)
-        return wide
