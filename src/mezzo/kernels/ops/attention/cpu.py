@@ -35,7 +35,12 @@ def backward(
     turned = [one.transpose(1, 2) for one in (query, key, value)]
     grads = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in turned]
     rows += [one.transpose(1, 2) for one in grads]
-    added = None if mask is None else _by_key(mask, (batch, heads, keys, queries))
+    added = mask
+    if (
+        mask is not None
+    ):  # in fp32 as the kernel reads it: [batch, head, key, query], the queries side by side or all one
+        by_key = mask.float().reshape((1,) * (4 - mask.dim()) + mask.shape).transpose(-1, -2)
+        added = by_key.contiguous().expand((batch, heads, keys, queries))
     strides = [stride for one in rows for stride in one.stride()[:3]] + list(logsumexp.stride())
     sizes = int64s([batch, heads, kv_heads, queries, keys, width])
     threads = min(torch.get_num_threads(), batch * kv_heads)
@@ -47,12 +52,6 @@ def backward(
         workspace, threads,
     )  # fmt: skip
     return rows[5], rows[6], rows[7]
-
-
-def _by_key(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return a mask in fp32 as the kernel reads it: [batch, head, key, query], the queries side by side or all one."""
-    across = mask.float().reshape((1,) * (4 - mask.dim()) + mask.shape).transpose(-1, -2)
-    return across.contiguous().expand(shape)
 
 
 @functools.cache
