@@ -91,7 +91,14 @@ def save_checkpoint(amp: Saveable, folder: str | os.PathLike[str], *, extra: Map
             "optimizer.consolidate_state_dict(to=0) on every rank, and torch.save(amp.state_dict(), file) on rank 0."
         )
     tensors: dict[str, Tensor] = {}
-    plain = _taken_apart({"amp": amp.state_dict(), "extra": dict(extra or {})}, (), tensors)
+
+    def take_out(value: Any, location: KeyPath) -> Any:
+        if not isinstance(value, Tensor):
+            return None
+        tensors[_key(location)] = value.detach()
+        return {_TENSOR: location}
+
+    plain = _exchanged({"amp": amp.state_dict(), "extra": dict(extra or {})}, take_out)
     for name, tensor in tensors.items():
         if hasattr(tensor, "__tensor_flatten__") and not is_dtensor(tensor):  # made of others, as quantized weights are
             _check_read_back(name, tensor)
@@ -136,10 +143,12 @@ def load_checkpoint(amp: Saveable, folder: str | os.PathLike[str]) -> dict[str, 
         like = _belonging(amp)
         tensors: dict[str, Tensor] = {}
 
-        def target(location: KeyPath) -> Tensor:
+        def put_in(value: Any, location: KeyPath) -> Tensor | None:
+            if not isinstance(value, dict) or value.keys() != {_TENSOR}:
+                return None
             return tensors.setdefault(_key(location), _empty(saved[_key(location)], like(location)))
 
-        whole = _put_together(_unpacked(plain), target)
+        whole = _exchanged(_unpacked(plain), put_in)
         _read_(path, tensors)
     amp.load_state_dict(whole["amp"])
     extra: dict[str, Any] = whole["extra"]
@@ -156,26 +165,14 @@ def _key(location: KeyPath) -> str:
     return ".".join(map(str, location))
 
 
-def _taken_apart(value: Any, location: KeyPath, tensors: dict[str, Tensor]) -> Any:
-    """Return a nested value with marks for its tensors, which go into `tensors`."""
-    if isinstance(value, Tensor):
-        tensors[_key(location)] = value.detach()
-        return {_TENSOR: location}
+def _exchanged(value: Any, exchange: Callable[[Any, KeyPath], Any], location: KeyPath = ()) -> Any:
+    """Return a nested value with what `exchange` returns in the place of each part for which that is not None."""
+    if (found := exchange(value, location)) is not None:
+        return found
     if isinstance(value, Mapping):
-        return {key: _taken_apart(item, (*location, key), tensors) for key, item in value.items()}
+        return {key: _exchanged(item, exchange, (*location, key)) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_taken_apart(item, (*location, k), tensors) for k, item in enumerate(value))
-    return value
-
-
-def _put_together(value: Any, tensor: Callable[[KeyPath], Tensor]) -> Any:
-    """Return a nested value with tensors in the place of their marks."""
-    if isinstance(value, dict):
-        if value.keys() == {_TENSOR}:
-            return tensor(value[_TENSOR])
-        return {key: _put_together(item, tensor) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_put_together(item, tensor) for item in value)
+        return type(value)(_exchanged(item, exchange, (*location, k)) for k, item in enumerate(value))
     return value
 
 
