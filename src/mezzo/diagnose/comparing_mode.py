@@ -225,17 +225,12 @@ class ComparingMode(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         call, here = Call(func, facts, args, kwargs), Maker(site.phase, site.root, site.module)
         # before the op may write what it reads
         self._on_read(call, site, here)
-        local_in, full_in = self._fp32_inputs(call, here)
+        originals = {id(t): call.original(t) for _, t in call.inputs}
+        local_in = {key: value for key, t in originals.items() if (value := self.fp32.local(t, here)) is not None}
+        full_in = {key: value for key, t in originals.items() if (value := self.fp32.full(t)) is not None}
         out = call.run(args, kwargs)
         self._compare(call, site, here, local_in, full_in, out)
         return out
-
-    def _fp32_inputs(self, call: Call, here: Maker) -> tuple[Values, Values]:
-        originals = {id(t): call.original(t) for _, t in call.inputs}
-        return (
-            {key: value for key, t in originals.items() if (value := self.fp32.local(t, here)) is not None},
-            {key: value for key, t in originals.items() if (value := self.fp32.full(t)) is not None},
-        )
 
     def _compare(self, call: Call, site: Site, here: Maker, local_in: Values, full_in: Values, out: Any) -> None:
         flops = flops_of(call.func, call.args, call.kwargs, out)
