@@ -44,14 +44,18 @@ def address(numbers: array[Any]) -> int:
 
 
 def compiled_step(
-    op: str, reference: ModuleType, pack: Callable[[Any], ctypes.Structure]
+    op: str, reference: ModuleType, numbers_of: Callable[[Any], Sequence[float]]
 ) -> Callable[[Operands, Any, Tensor, Tensor], None]:
     """Return an optimizer's step as one compiled pass; arguments, writes and results are those of `reference.step_`, to the last bit.
 
     Weights that no kernel can walk, such as slices of something larger, take the reference's way. The kernel is compiled when the
-    first step is taken; the struct that `pack` returns of a rule is kept as long as rules are equal. Syncs: no, nor does the step.
+    first step is taken. It takes the numbers of a rule as fp32, which are kept as long as rules are equal. Syncs: no, nor does the step.
     """
-    packed, kernel = functools.lru_cache(maxsize=64)(pack), Kernel(op, step="PP:i")
+    kernel = Kernel(op, step="PP:i")
+
+    @functools.lru_cache(maxsize=64)
+    def packed(rule: Any) -> bytes:
+        return array("f", numbers_of(rule)).tobytes()
 
     def step_(operands: Operands, rule: Any, scalars: Tensor, step: Tensor) -> None:
         if operands.other:
@@ -68,7 +72,7 @@ def compiled_step(
         batch.inv_scale, batch.clip_coef, batch.found_inf = [None if x is None else x.data_ptr() for x in factors]
         batch.grads, batch.grad_formats = address(operands.grad_addresses), address(operands.grad_formats)
         batch.maximize, batch.threads = grads.maximize, torch.get_num_threads()
-        if kernel.step(ctypes.byref(batch), ctypes.byref(packed(rule))) != 0:
+        if kernel.step(ctypes.byref(batch), packed(rule)) != 0:
             raise AssertionError(f"{op} was given a gradient format that it has no loop for")
         torch.autograd.graph.increment_version(list(weights.values))
 

@@ -3,8 +3,7 @@
 #include "batch.h"
 
 struct AdamW {
-  float lerp1, keep2, add2, eps, l2;
-  int32_t amsgrad;
+  float lerp1, keep2, add2, eps, l2, amsgrad;
 };
 
 struct AdamWStep {
@@ -40,5 +39,5 @@ struct AdamWStep {
 };
 
 extern "C" int32_t mezzo_adamw_step(const Batch* batch, const AdamW* rule) {
-  return take<AdamWStep>(*batch, *rule, rule->amsgrad);
+  return take<AdamWStep>(*batch, *rule, rule->amsgrad != 0);
 }

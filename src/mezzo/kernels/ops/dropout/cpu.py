@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
 
@@ -13,6 +12,8 @@ from ...backends.cpp.build import Kernel
 from ...operands import addresses_of
 
 _kernel = Kernel("dropout", draw="PPqQIi")
+_STATE_BYTES = 8 * (3 + 624)
+"""Of struct State in cpu.cpp."""
 
 
 def noise(like: Tensor, p: float) -> Tensor:
@@ -37,15 +38,11 @@ def is_faster() -> bool:
     generator = torch.Generator().manual_seed(1)
     wanted, found = [torch.empty(1000, dtype=torch.float32, device="cpu") for _ in range(2)]
     state = generator.get_state()
-    if state.nbytes < ctypes.sizeof(_State):
+    if state.nbytes < _STATE_BYTES:
         return False
     wanted.bernoulli_(0.7, generator=generator)
     _draw(state, found, 0.7, _bits(torch.ones((), dtype=torch.float32, device="cpu")))
     return torch.equal(found, wanted) and torch.equal(state, generator.get_state())
-
-
-class _State(ctypes.Structure):
-    _fields_ = (("head", ctypes.c_uint64 * 3), ("words", ctypes.c_uint64 * 624))
 
 
 def _draw(state: Tensor, out: Tensor, chance: float, kept: int) -> None:

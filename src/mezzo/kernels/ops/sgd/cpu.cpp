@@ -7,8 +7,7 @@
 #include "batch.h"
 
 struct SGD {
-  float weight_decay, momentum;
-  int32_t nesterov;
+  float weight_decay, momentum, nesterov;
 };
 
 struct SGDStep {
@@ -20,7 +19,7 @@ struct SGDStep {
     const float* scalars = b.scalars + 3 * p.tensor;
     const float rate = scalars[0], keep = scalars[1], add = scalars[2];
     const float weight_decay = rule.weight_decay, momentum = rule.momentum;
-    const bool decays = weight_decay != 0, nesterov = rule.nesterov;
+    const bool decays = weight_decay != 0, nesterov = rule.nesterov != 0;
 #pragma GCC ivdep
     for (int64_t i = 0; i < p.size; i++) {
       float master = slice.read(i), grad = slice.read_grad(i);
