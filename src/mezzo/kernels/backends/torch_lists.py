@@ -1,4 +1,4 @@
-"""What torch's own kernels take of a step: weights end to end as one long tensor, fp32 masters and gradients as lists, a rate."""
+"""What torch's own kernels take of a step: weights end to end as one flat tensor, fp32 masters and gradients as lists, a rate."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ MOST = 2**24
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Part:
-    """Some weights of a step, with their indices in it, and one long weight: a copy of all, end to end."""
+    """Some weights of a step, with their indices in it, and one flat weight: a copy of all, end to end."""
 
     operands: Operands
     indices: Sequence[int]
-    long: Weights
+    flat: Weights
 
-    def split(self, long: Tensor) -> list[Tensor]:
-        """Return views of a long tensor in the shapes of the weights. Host only."""
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """Return views of a flat tensor in the shapes of the weights. Host only."""
         values = self.operands.weights.values
-        pieces = torch.split(long, [value.numel() for value in values])
+        pieces = torch.split(flat, [value.numel() for value in values])
         return [piece.view(value.shape) for piece, value in zip(pieces, values, strict=True)]
 
     def store_(self) -> None:
-        """Copy the long weights to where they came from. Writes: weights and their aux state. Syncs: no."""
+        """Copy the flat weights to where they came from. Writes: weights and their aux state. Syncs: no."""
         weights = self.operands.weights
-        for held, long in ((weights.values, self.long.values), (weights.aux, self.long.aux)):
+        for held, flat in ((weights.values, self.flat.values), (weights.aux, self.flat.aux)):
             if held:
-                foreach_copy_(list(held), self.split(long[0]))
+                foreach_copy_(list(held), self.split(flat[0]))
 
 
 def with_masters(
@@ -69,29 +69,29 @@ def _step_end_to_end_(
     """Take the reference's step with weights laid end to end: in as many launches for a thousand of them as for one."""
     for part in parts(operands):
         given = part.operands
-        moments = {name: [_long(held)] for name, held in given.moments.items()}
-        grads = replace(given.grads, values=[_long(given.grads.values)])
-        assert part.long.places is not None
-        each = scalars.t().index_select(1, part.long.places.owner)
-        step_(Operands(weights=part.long, moments=moments, grads=grads), rule, each[None], step[None])
+        moments = {name: [_flat(held)] for name, held in given.moments.items()}
+        grads = replace(given.grads, values=[_flat(given.grads.values)])
+        assert part.flat.places is not None
+        each = scalars.t().index_select(1, part.flat.places.owner)
+        step_(Operands(weights=part.flat, moments=moments, grads=grads), rule, each[None], step[None])
         part.store_()
-        for name, (long,) in moments.items():
-            foreach_copy_(list(given.moments[name]), part.split(long))
+        for name, (flat,) in moments.items():
+            foreach_copy_(list(given.moments[name]), part.split(flat))
 
 
 def _masters(operands: Operands, step: Tensor) -> Iterator[tuple[list[Tensor], Operands, list[Tensor]]]:
     """Yield what `with_masters` does. fp32 weights are their own masters; caches of casts see that weights were written."""
     counts, mode = step.unbind(), operands.weights.mode
     if mode == "none":
-        indices = _whole(operands)
-        given = _taken(operands, indices)
+        indices = _walked(operands)
+        given = _subset(operands, indices)
         yield list(given.weights.values), given, [counts[index] for index in indices]
         torch.autograd.graph.increment_version(list(given.weights.values))
         return
     for part in parts(operands, are_random=mode == "stochastic"):
-        master = part.long.master(0)
+        master = part.flat.master(0)
         yield part.split(master), part.operands, [counts[index] for index in part.indices]
-        write_master_(part.long, 0, master, step, operands.grads.skip)
+        write_master_(part.flat, 0, master, step, operands.grads.skip)
         part.store_()
 
 
@@ -100,22 +100,22 @@ def parts(operands: Operands, *, are_random: bool = True) -> Iterator[Part]:
 
     With `are_random` something is rounded by random bits, or multiplied by numbers of its own weight.
     """
-    for indices in _runs(operands):
-        given, places = _taken(operands, indices), _places(operands.weights, indices) if are_random else None
+    for indices in _batches(operands):
+        given, places = _subset(operands, indices), _places(operands.weights, indices) if are_random else None
         held, aux = given.weights.values, given.weights.aux
-        long = replace(given.weights, values=[_long(held)], aux=[_long(aux)] if aux else [], places=places)
-        yield Part(operands=given, indices=indices, long=long)
+        flat = replace(given.weights, values=[_flat(held)], aux=[_flat(aux)] if aux else [], places=places)
+        yield Part(operands=given, indices=indices, flat=flat)
 
 
-def _whole(operands: Operands) -> list[int]:
+def _walked(operands: Operands) -> list[int]:
     other = set(operands.other or ())
     return [index for index in range(len(operands.weights.values)) if index not in other]
 
 
-def _runs(operands: Operands) -> Iterator[list[int]]:
+def _batches(operands: Operands) -> Iterator[list[int]]:
     run: list[int] = []
     total = 0
-    for index in _whole(operands):
+    for index in _walked(operands):
         numel = operands.weights.values[index].numel()
         if run and total + numel > MOST:
             yield run
@@ -126,7 +126,7 @@ def _runs(operands: Operands) -> Iterator[list[int]]:
         yield run
 
 
-def _taken(operands: Operands, indices: Sequence[int]) -> Operands:
+def _subset(operands: Operands, indices: Sequence[int]) -> Operands:
     own, grads = operands.weights, operands.grads
     if len(indices) == len(own.values):
         return operands
@@ -136,7 +136,7 @@ def _taken(operands: Operands, indices: Sequence[int]) -> Operands:
     return Operands(weights=weights, moments=moments, grads=replace(grads, values=[grads.values[i] for i in indices]))
 
 
-def _long(tensors: Sequence[Tensor]) -> Tensor:
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
