@@ -70,13 +70,13 @@ class _OpenKernels(TorchFunctionMode):
 
 
 @contextmanager
-def _open_kernels(device: torch.device) -> Iterator[None]:
+def _open_kernels(model: nn.Module) -> Iterator[None]:
     """Run compiled models eagerly, and fused ops by kernels that fp32 has too."""
     with ExitStack() as contexts:
         contexts.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="TF32 acceleration")  # said when a switch of oneDNN is set
         contexts.enter_context(run_eagerly())
-        if device.type == "cuda":
+        if device_of(model).type == "cuda":
             from torch.nn.attention import SDPBackend, sdpa_kernel
 
             contexts.enter_context(sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]))
@@ -117,7 +117,7 @@ def measure(model: nn.Module, batch: Any, loss_fn: LossFn | None, policy: Policy
         for stored, true in zip(bound.parameters(), model.parameters(), strict=True):
             if stored.dtype != true.dtype:
                 mode.fp32.seed(stored, true)
-        with _open_kernels(device_of(model)), mode.watching():
+        with _open_kernels(model), mode.watching():
             loss = loss_of(bound, batch, loss_fn)
             backward(loss.float(), scale)
         grads = _grads(bound)
@@ -150,7 +150,7 @@ def _usable_scale(model: nn.Module, batch: Any, loss_fn: LossFn | None, policy: 
     """Return the loss scale at which a scaler would settle: halved until the gradients are finite."""
     start = scale = scale_of(policy, device_of(model))
     while scale >= 1:
-        with bind_copy(model, policy) as bound, _open_kernels(device_of(model)):
+        with bind_copy(model, policy) as bound, _open_kernels(model):
             loss = loss_of(bound, batch, loss_fn)
             backward(loss.float(), scale)
             if not math.isfinite(loss.detach()) or all(bool(g.isfinite().all()) for _, g in _grads(bound)):

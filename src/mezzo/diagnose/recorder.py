@@ -147,7 +147,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         if self._landing is not None and self._landing.done():
             self._wait_for_disk()
         data, random = as_data(batch, "a batch", copies=self._due is not None), random_state.get()
-        self._made_of = self._prospect(self._options)
+        self._made_of = self._prospect()
         with self._telling():
             path = batch_file(self._segment, self.step, self._num_batches)
             _save({"data": data, "random": tuple(random), **self._made_of}, path)
@@ -239,16 +239,16 @@ class Recorder(AbstractContextManager["Recorder"]):
             )
         second.compare(self.step, self._batches, self._losses)
 
-    def _prospect(self, options: dict[str, Any]) -> dict[str, Any]:
+    def _prospect(self) -> dict[str, Any]:
         """Return what the step will be made of beside its batches if nothing changes."""
         groups = [group for optimizer in self._amp.optimizers for group in optimizer.param_groups]
         kept = [{k: x for k, v in group.items() if (x := _number_of(v)) is not None} for group in groups]
-        return {"options": options, "groups": kept}
+        return {"options": self._options, "groups": kept}
 
     def _write_step(self, options: dict[str, Any]) -> None:
         """Write what the step will be made of if its last batch says something else; after a crash in it, it is there."""
         self._options = as_data(options, "step", copies=True)
-        made_of = self._prospect(self._options)
+        made_of = self._prospect()
         if made_of != self._made_of:
             with self._telling():
                 _save(made_of, step_file(self._segment, self.step))

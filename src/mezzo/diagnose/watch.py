@@ -127,11 +127,11 @@ class Watch(AbstractContextManager["Watch"]):
         return place == span % self._every
 
     def _on_output(self, row: int, module: nn.Module, args: Any, output: Any) -> None:
-        if self._is_sampling and autograd_node() is None and functorch_level() is None:
+        if autograd_node() is None and functorch_level() is None:
             self._timed(lambda: self._put(row, output))
 
     def _on_gradient(self, row: int, parameter: Tensor) -> None:
-        if self._is_sampling and parameter.grad is not None:
+        if parameter.grad is not None:
             self._timed(lambda: self._put(row, parameter.grad))
 
     def _put(self, row: int, value: object) -> None:
