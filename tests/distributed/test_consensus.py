@@ -13,7 +13,7 @@ from tests.distributed.ranks import outcomes, run
 from torch import nn
 
 from mezzo.distributed import RankConsensus, fully_shard
-from mezzo.distributed.group import spell
+from mezzo.distributed.group import name_ranks
 from mezzo.distributed.rank_consistency import checksum
 from mezzo.errors import DistributedError
 
@@ -174,6 +174,6 @@ def test_without_ranks_there_is_nothing_to_agree_on() -> None:
 
 
 def test_ranks_in_words() -> None:
-    assert [spell(ranks) for ranks in ([3], [0, 1], [5, 1, 2, 3], [0, 2])] == [
+    assert [name_ranks(ranks) for ranks in ([3], [0, 1], [5, 1, 2, 3], [0, 2])] == [
         "rank 3", "ranks 0-1", "ranks 1-3, 5", "ranks 0, 2",
     ]  # fmt: skip

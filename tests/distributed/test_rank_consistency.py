@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mezzo.distributed.rank_consistency import Signals, hear
+from mezzo.distributed.rank_consistency import Signals, read_signals
 
 QUIET = Signals(call=("amp.step()", "SGD, group 0: lr=0.1"))
 LOADED = Signals(is_loaded=True, call=QUIET.call)
@@ -26,14 +26,14 @@ OTHER = Signals(call=("amp.step()", "SGD, group 0: lr=0.2"))
 )
 def test_sums_say_who_differs(ranks: list[Signals], wants: bool, differs: bool) -> None:
     sums = [sum(column) for column in zip(*(one.numbers() for one in ranks), strict=True)]
-    assert hear(sums, len(ranks)) == (wants, differs, False)
+    assert read_signals(sums, len(ranks)) == (wants, differs, False)
 
 
 def test_a_loss_scale_is_missed_where_no_rank_took_it() -> None:
     last, other = Signals(), Signals(lacks_scale=True)
     for ranks, is_missed in (([other, other, last], False), ([other] * 3, True), ([last] * 3, False)):
         sums = [sum(column) for column in zip(*(one.numbers() for one in ranks), strict=True)]
-        assert hear(sums, 3) == (False, False, is_missed)
+        assert read_signals(sums, 3) == (False, False, is_missed)
 
 
 def test_a_call_is_told_in_as_many_numbers_whatever_it_says() -> None:

@@ -15,7 +15,7 @@ from ..errors import DistributedError
 from ..kernels import numbers_on, to_host
 from ..loss_scale import host_decides
 from .group import TIMEOUT, Group
-from .rank_consistency import Number, RankSetup, Signals, audit, handshake, hear, refuse_setup
+from .rank_consistency import Number, RankSetup, Signals, audit, handshake, read_signals, refuse_setup
 from .wrapper import Wrapper
 
 _ALWAYS = 3
@@ -133,7 +133,7 @@ class RankConsensus:
         (vector, event, sent), self._unread = self._unread, None
         if event is not None:
             event.synchronize()
-        wants_audit, differs, is_unscaled = hear(vector.tolist(), self.group.size)
+        wants_audit, differs, is_unscaled = read_signals(vector.tolist(), self.group.size)
         self._wants_audit |= wants_audit
         if is_unscaled:
             raise DistributedError(

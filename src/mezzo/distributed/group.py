@@ -205,9 +205,9 @@ class Group:
                     raise DistributedError(sentence) from error
             if isinstance(error, MezzoError) or not any(mark in text for mark in _LOSS_MARKS):
                 raise
-            raise DistributedError(self._spell_loss(text, time.monotonic() - started)) from error
+            raise DistributedError(self._describe_loss(text, time.monotonic() - started)) from error
 
-    def _spell_loss(self, text: str, seconds: float) -> str:
+    def _describe_loss(self, text: str, seconds: float) -> str:
         """Say which rank is lost, given the text of torch's error and the seconds from the beginning of what was interrupted."""
         own, limit = dist.get_rank(), self.timeout.total_seconds()
         # A rank that gives up closes its connections too, but only once its own time is over.
@@ -217,7 +217,7 @@ class Group:
             missing = self.missing()
         except RuntimeError:
             return (
-                f"rank {own} lost the others of {spell(self.ranks)}, and the store they meet at is gone too: the process "
+                f"rank {own} lost the others of {name_ranks(self.ranks)}, and the store they meet at is gone too: the process "
                 "that kept it has ended. Its output says why; start again from the last checkpoint."
             )
         # torch's own figure is exact: before it waited, a rank may have computed.
@@ -226,10 +226,10 @@ class Group:
         waited = f"{seconds:.0f} s" if seconds >= 1 else f"{seconds:.1f} s"
         if not missing:
             return (
-                f"rank {own} waited {waited} for the others of {spell(self.ranks)}, and all are there now: they do "
+                f"rank {own} waited {waited} for the others of {name_ranks(self.ranks)}, and all are there now: they do "
                 f"not take part in the same collectives in the same order. Call forward, backward and step as often on every rank, open no_sync() on all or on none, and {_EVEN}."
             )
-        lost = spell(missing)
+        lost = name_ranks(missing)
         if has_ended:
             return f"{lost} ended, and rank {own} waits for it. The output of {lost} says why; if it holds no error, its batches ran out: {_EVEN}. Start again from the last checkpoint."
         return f"{lost} did not answer rank {own} in {waited}: ended, or stuck. The output of {lost} says why; start again from the last checkpoint."
@@ -265,10 +265,10 @@ is_running: Callable[[], bool] = dist.is_initialized if dist.is_available() else
 """Whether torch.distributed is initialised in this process."""
 
 
-def spell(ranks: Iterable[int]) -> str:
+def name_ranks(ranks: Iterable[int]) -> str:
     """Return ranks in words.
 
-    >>> spell([1]), spell([0, 1, 2, 5])
+    >>> name_ranks([1]), name_ranks([0, 1, 2, 5])
     ('rank 1', 'ranks 0-2, 5')
     """
     runs: list[list[int]] = []

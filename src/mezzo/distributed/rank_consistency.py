@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import DistributedError
 from ..kernels import local, shard_at, sum_of_bits, values
-from .group import Group, spell
+from .group import Group, name_ranks
 from .wrapper import Wrapper
 
 _log = logging.getLogger("mezzo.distributed")
@@ -63,11 +63,11 @@ def audit(
             _refuse(group, num_steps - 1, f"{name} is", shown, hint)
     own = torch.stack([torch.tensor([index for _, index, _ in places]), sums], dim=1)
     rows = _gathered(group, own).transpose(0, 1).tolist()
-    apart = {name: part for name, ranks in zip(params, rows, strict=True) if (part := _apart(ranks)) is not None}
-    first, part = next(iter(apart.items()))
+    parts = ((name, ranks, _differing_part(ranks)) for name, ranks in zip(params, rows, strict=True))
+    apart = [found for found in parts if found[-1] is not None]
+    first, ranks, part = apart[0]
     more = f" (one of {len(apart)} that differ)" if len(apart) > 1 else ""
-    of_first = rows[list(params).index(first)]
-    shown = [f"{found & 0xFFFFFFFFFFFFFFFF:016x}" if index == part else "" for index, found in of_first]
+    shown = [f"{found & 0xFFFFFFFFFFFFFFFF:016x}" if index == part else "" for index, found in ranks]
     _refuse(group, num_steps - 1, f"the checksum of parameter '{first}'{more} is", shown, why_apart())
 
 
@@ -96,7 +96,7 @@ def _totals(sums: Tensor, places: Sequence[tuple[tuple[bool, ...], int, int]]) -
     return torch.cat(chunks)
 
 
-def _apart(ranks: Sequence[tuple[int, int]]) -> int | None:
+def _differing_part(ranks: Sequence[tuple[int, int]]) -> int | None:
     """Return the first part whose sums, given with its index by each rank, differ; None if none does."""
     found: dict[int, set[int]] = {}
     for index, total in ranks:
@@ -119,7 +119,7 @@ def sides(group: Group, shown: Sequence[str]) -> str:
     for rank, value in zip(group.ranks, shown, strict=True):
         found.setdefault(value, []).append(rank)
     found.pop("", None)
-    return "; ".join(f"{value} on {spell(ranks)}" for value, ranks in found.items())
+    return "; ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in found.items())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -158,7 +158,7 @@ def handshake(group: Group, own: RankSetup, wrapper: Wrapper, *, has_parts: bool
     """
     if own.is_stage and own.replicas and wrapper.compares_models:
         raise DistributedError(
-            f"this model is a stage of a pipeline, and DistributedDataParallel around it joins {spell(own.replicas)} alone: the "
+            f"this model is a stage of a pipeline, and DistributedDataParallel around it joins {name_ranks(own.replicas)} alone: the "
             "norm would be that of the stage. Write amp.consensus = mezzo.distributed.RankConsensus(group), of the ranks of all stages, before the first backward."
         )
     masters = wrapper.copied(own.masters)
@@ -227,7 +227,7 @@ class Signals:
         return (*own, *(float(digest >> bit & 1) for bit in range(_BITS)))
 
 
-def hear(sums: Sequence[float], num_ranks: int) -> tuple[bool, bool, bool]:
+def read_signals(sums: Sequence[float], num_ranks: int) -> tuple[bool, bool, bool]:
     """Return what sums of `Signals.numbers` over the ranks say: whether weights must be compared, whether the ranks are told different steps, whether none scaled its loss.
 
     What is loaded anywhere is compared; what all have written, as those do who clamp weights behind each step, is not. Host only.
