@@ -129,15 +129,11 @@ def _library(source: Path) -> ctypes.CDLL | NativeBuildError:
         return error
     _log.info("compiling %s with %s, once", source.name, cxx)
     complaints = []
-    for folder in kernel_cache.candidates():
+    for home in (*kernel_cache.candidates(), None):  # None: a folder of this process
         try:
-            return _built(cxx, source, folder, name)
+            return _built(cxx, source, kernel_cache.fresh() if home is None else home, name)
         except (OSError, NativeBuildError) as error:
             complaints.append(str(error))
-    try:
-        return _built(cxx, source, kernel_cache.fresh(), name)
-    except (OSError, NativeBuildError) as error:
-        complaints.append(str(error))
     return NativeBuildError(complaints[0], _REMEDY)
 
 
