@@ -33,21 +33,16 @@ def tensor_norms(grads: Sequence[Tensor]) -> Tensor:
 def _norm(grad: Tensor) -> Tensor:
     wide = torch.promote_types(grad.dtype, torch.float32)
     flat = grad.flatten()
-    if grad.device.type != "cpu" and len(flat) > CHUNK:
-        chunks = _norms_of_rows(flat, wide)
+    if grad.device.type != "cpu" and len(flat) > CHUNK:  # in two launches however many chunks there are
+        num_whole = len(flat) // CHUNK * CHUNK
+        chunks = torch.linalg.vector_norm(flat[:num_whole].view(-1, CHUNK), dim=1, dtype=wide)
+        if num_whole < len(flat):
+            chunks = torch.cat([chunks, torch.linalg.vector_norm(flat[num_whole:], dtype=wide).view(1)])
     else:
         found = [torch.linalg.vector_norm(part, dtype=wide) for part in torch.split(flat, CHUNK)]
         chunks = torch.stack(found) if len(found) > 1 else found[0]
     whole: Tensor = torch.linalg.vector_norm(chunks) if chunks.dim() else chunks
     return whole.to(torch.float32)
-
-
-def _norms_of_rows(flat: Tensor, wide: torch.dtype) -> Tensor:
-    """Return the norms of chunks in two launches however many there are, for devices where a launch costs."""
-    num_whole = len(flat) // CHUNK * CHUNK
-    rows = torch.linalg.vector_norm(flat[:num_whole].view(-1, CHUNK), dim=1, dtype=wide)
-    rest = flat[num_whole:]
-    return torch.cat([rows, torch.linalg.vector_norm(rest, dtype=wide).view(1)]) if len(rest) else rows
 
 
 def add_one_(counts: Sequence[Tensor]) -> None:
