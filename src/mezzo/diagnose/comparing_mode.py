@@ -30,6 +30,7 @@ from ..trace import (
     op_facts,
     run_wide,
 )
+from .compare_report import Agreement
 
 _MASK = 2.0**127
 """fp32 magnitudes from here on stand for infinity, as `torch.finfo(dtype).min` does in a mask."""
@@ -104,6 +105,12 @@ class Tally:
         self.count += other.count
 
     @property
+    def agreement(self) -> Agreement:
+        """The three ratios in dB."""
+        local, inherited, total = map(decibels, self.signal, self.noise)
+        return Agreement(local=local, inherited=inherited, total=total)
+
+    @property
     def local_share(self) -> float:
         """Local error over signal, in energy."""
         return self.noise[0] / self.signal[0] if self.signal[0] else math.inf if self.noise[0] else 0.0
@@ -161,10 +168,6 @@ class Fp32Reference:
         """Return who wrote a tensor last. Syncs: no."""
         made = self._made.get(tensor)
         return Maker() if made is None else made.maker
-
-    def seed(self, tensor: Tensor, full: Tensor) -> None:
-        """Note that a tensor was rounded before the run began. Syncs: no."""
-        self.put(tensor, Maker(), tensor.detach(), full.detach())
 
 
 @dataclass(slots=True)

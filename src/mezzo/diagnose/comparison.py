@@ -17,20 +17,15 @@ from ..formats import dtype_name, is_count, number_of
 from ..policy import Policy, PolicyLike, as_policy
 from ..trace import OUTSIDE, check_model, floating, run_eagerly
 from .compare_report import Agreement, CompareReport, GradientError, ModuleError, OpError, StepFidelity
-from .comparing_mode import ComparingMode, OpKey, Tally, decibels
+from .comparing_mode import ComparingMode, Maker, OpKey, Tally
 from .proposals import try_edits
 from .trial import LossFn, backward, bind_copy, check_trial, device_of, loss_of, scale_of
 
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 
 
-def _agreement(tally: Tally) -> Agreement:
-    local, inherited, total = (decibels(s, n) for s, n in zip(tally.signal, tally.noise, strict=True))
-    return Agreement(local=local, inherited=inherited, total=total)
-
-
 def _or_none(tally: Tally) -> Agreement | None:
-    return _agreement(tally) if tally.count else None
+    return tally.agreement if tally.count else None
 
 
 def _module_errors(mode: ComparingMode) -> tuple[ModuleError, ...]:
@@ -52,7 +47,7 @@ def _op_error(key: OpKey, tally: Tally, flops: int) -> OpError:
     return OpError(
         phase=key.phase, module=key.module, path=key.module or key.root or OUTSIDE, op=key.op, called=key.called,
         kernel=key.kernel, dtype=dtype_name(key.dtype), frame=key.frame, calls=tally.count,
-        agreement=_agreement(tally), local_share=tally.local_share, flops=flops,
+        agreement=tally.agreement, local_share=tally.local_share, flops=flops,
     )  # fmt: skip
 
 
@@ -93,7 +88,7 @@ def _gradient_errors(each: list[tuple[str, Tally]], every: Tally) -> tuple[Gradi
     whole = every.noise[2]
     return tuple(
         GradientError(
-            name=name, total=_agreement(tally).total, share=tally.noise[2] / whole if 0 < whole < math.inf else math.nan
+            name=name, total=tally.agreement.total, share=tally.noise[2] / whole if 0 < whole < math.inf else math.nan
         )
         for name, tally in each
     )
@@ -116,7 +111,7 @@ def measure(model: nn.Module, batch: Any, loss_fn: LossFn | None, policy: Policy
         mode = ComparingMode(bound)
         for stored, true in zip(bound.parameters(), model.parameters(), strict=True):
             if stored.dtype != true.dtype:
-                mode.fp32.seed(stored, true)
+                mode.fp32.put(stored, Maker(), stored.detach(), true.detach())  # rounded before the run
         with _open_kernels(model), mode.watching():
             loss = loss_of(bound, batch, loss_fn)
             backward(loss.float(), scale)
@@ -135,7 +130,7 @@ def measure(model: nn.Module, batch: Any, loss_fn: LossFn | None, policy: Policy
         scale=scale,
         loss=float(loss.detach()),
         reference_loss=float(loss.detach() if reference is None else reference),
-        outputs=_agreement(mode.outputs),
+        outputs=mode.outputs.agreement,
         gradients=_or_none(gradients),
         modules=_module_errors(mode),
         ops=tuple(_op_error(key, tally, mode.low_flops[key]) for key, tally in mode.ops.items()),
