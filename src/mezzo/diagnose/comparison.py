@@ -143,7 +143,7 @@ def measure(model: nn.Module, batch: Any, loss_fn: LossFn | None, policy: Policy
 
 def _usable_scale(model: nn.Module, batch: Any, loss_fn: LossFn | None, policy: Policy) -> float:
     """Return the loss scale at which a scaler would settle: halved until the gradients are finite."""
-    start = scale = scale_of(policy, device_of(model))
+    start = scale = scale_of(policy, model)
     while scale >= 1:
         with bind_copy(model, policy) as bound, _open_kernels(model):
             loss = loss_of(bound, batch, loss_fn)

@@ -315,7 +315,7 @@ def explain(
     classes = {name: type(m).__name__ for name, m in model.named_modules()}
     fp32_s = policy_s = 0.0
     with bind_copy(model, chosen) as runnable:
-        run = _step(runnable, batch, loss_fn, scale_of(chosen, device))
+        run = _step(runnable, batch, loss_fn, scale_of(chosen, model))
         counted = OpCounter(runnable)
         with counted.watching():
             run()

@@ -12,7 +12,7 @@ from ..errors import plural
 from ..policy import PolicyLike, as_policy
 from ..report import Block, Document, Heading, Pairs, Report
 from ..trace import LintWarning, Trace, check_model, explain_lint, line_pairs, short_line
-from .trial import LossFn, backward, bind_copy, check_trial, device_of, loss_of, scale_of
+from .trial import LossFn, backward, bind_copy, check_trial, loss_of, scale_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +91,7 @@ def lint(model: nn.Module, batch: Any, loss_fn: LossFn | None = None, policy: Po
         trace = Trace(runnable, of_risks=True)
         with trace:
             loss = loss_of(runnable, batch, loss_fn)
-            scale = scale_of(chosen, device_of(model))
+            scale = scale_of(chosen, model)
             backward(loss, _fitting(scale, loss))
     found = trace.report
     # without a policy, the caller's scaler is not known here

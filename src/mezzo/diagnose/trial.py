@@ -83,9 +83,9 @@ def loss_of(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> Tensor:
     return torch.stack([t.float().square().mean() for t in outputs]).sum() if outputs else torch.zeros(())
 
 
-def scale_of(policy: Policy | None, device: torch.device) -> float:
-    """Return the loss scale a policy starts with, 1 without one."""
-    scaling = None if policy is None else policy.resolve(device).scaling
+def scale_of(policy: Policy | None, model: nn.Module) -> float:
+    """Return the loss scale a policy starts with on the device of a model, 1 without one."""
+    scaling = None if policy is None else policy.resolve(device_of(model)).scaling
     return 1.0 if scaling is None else scaling.init_scale
 
 
