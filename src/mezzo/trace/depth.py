@@ -103,13 +103,18 @@ def _in_fp32(size: Size) -> float:
     return size.amax if size.reference is None else size.reference
 
 
+def _trend(pattern: str, chain: list[Size], sizes: list[float]) -> Trend:
+    first = chain[0]
+    return Trend(kind=first.kind, pattern=pattern, cls=first.cls, sizes=tuple(sizes), step=first.step)
+
+
 def trends(sizes: Iterable[Size]) -> list[Trend]:
     """Return the chains whose size changes steadily by more than `BINADES`, the largest change first.
 
     Gradients that fp16 flushed count as what they are in fp32: their zeros say nothing of depth.
     """
     found = []
-    for (kind, pattern, cls, step), chain in chains(sizes).items():
+    for (kind, pattern, _, _), chain in chains(sizes).items():
         if any(s.nonfinite for s in chain):
             continue
         by_fp32 = kind == "gradient" and any(s.reference is not None for s in chain)
@@ -121,7 +126,7 @@ def trends(sizes: Iterable[Size]) -> list[Trend]:
         seen = logs[: len(values) - (values[-1] == 0)]
         is_deep = values[0] and abs(seen[-1] - seen[0]) >= BINADES / 2 and abs(logs[-1] - logs[0]) >= BINADES
         if is_deep and _is_steady(logs):
-            found.append(Trend(kind=chain[0].kind, pattern=pattern, cls=cls, sizes=tuple(values), step=step))
+            found.append(_trend(pattern, chain, values))
     return sorted(found, key=lambda t: (t.step, -abs(t.binades)))
 
 
@@ -131,43 +136,36 @@ def grew_into(event: Event, sizes: Iterable[Size]) -> Trend | None:
     The layers before the one that overflowed must grow by at least `PER_LAYER` binades each, and carry on into the
     format's limit within two more layers.
     """
+    of_step = chains(s for s in sizes if s.kind == "output" and s.step == event.site.step)
+    outputs = [(pattern, chain) for (_, pattern, _, _), chain in of_step.items()]
+    for pattern, chain in outputs:
+        if beyond := _beyond_fp32(event, pattern, chain):
+            return _trend(pattern, chain, beyond)
     limit = math.log2(format_of(parse_dtype(event.outputs[0].dtype)).max)
-    beyond = _beyond_fp32(event, sizes)
-    if beyond is not None:
-        return beyond
-    for (kind, pattern, cls, step), chain in chains(sizes).items():
-        if kind != "output" or step != event.site.step or event.site.phase != "forward":
-            continue
-        finite = []
-        for s in chain:
-            if s.nonfinite or f"{event.site.module}.".startswith(f"{s.name}."):
-                break  # its own layer may take the overflow in, as relu does with -inf
-            finite.append(s)
-        if len(finite) < LAYERS - 1 or not _ends(event, pattern, chain[len(finite) :]):
-            continue
-        logs = [_log(s.amax) for s in finite]
-        slope = (logs[-1] - logs[0]) / (len(logs) - 1)
-        if slope >= PER_LAYER and _is_steady(logs, PER_LAYER / 2) and logs[-1] + 2 * slope >= limit - slope:
-            return Trend(kind="output", pattern=pattern, cls=cls, sizes=tuple(s.rms for s in finite), step=step)
+    for pattern, chain in outputs if event.site.phase == "forward" else ():
+        # its own layer may take the overflow in, as relu does with -inf
+        finite = list(itertools.takewhile(lambda s: not (s.nonfinite or _is_within(event, s)), chain))
+        slope = _slope([s.amax for s in finite]) if len(finite) >= LAYERS - 1 else 0.0
+        reaches = slope and _log(finite[-1].amax) + 3 * slope >= limit
+        if reaches and _ends(event, pattern, chain[len(finite) :]):
+            return _trend(pattern, chain, [s.rms for s in finite])
     return None
 
 
-def _beyond_fp32(event: Event, sizes: Iterable[Size]) -> Trend | None:
-    """Return steady growth that fp32 does not survive either: the sizes of an fp32 run, carried on past the overflow."""
-    for (kind, pattern, cls, step), chain in chains(sizes).items():
-        bad = next((s for s in chain if s.nonfinite), None)
-        if kind != "output" or step != event.site.step or bad is None or not _is_on_the_way(event, pattern, bad):
-            continue
-        values = [_in_fp32(s) if s.nonfinite else s.amax for s in chain]
-        finite = list(itertools.takewhile(math.isfinite, values))
-        if not LAYERS <= len(finite) < len(chain):
-            continue
-        if math.isnan(values[len(finite)]) and chain[len(finite)].reference is None:
-            continue
-        logs = [_log(v) for v in finite]
-        if (logs[-1] - logs[0]) / (len(logs) - 1) >= PER_LAYER and _is_steady(logs, PER_LAYER / 2):
-            return Trend(kind="output", pattern=pattern, cls=cls, sizes=tuple(finite), step=step)
-    return None
+def _beyond_fp32(event: Event, pattern: str, chain: list[Size]) -> list[float]:
+    """Return the sizes of an fp32 run, carried on past an overflow, where they grow steadily until fp32 does not hold them either; else none."""
+    bad = next((s for s in chain if s.nonfinite), None)
+    values = (_in_fp32(s) if s.nonfinite else s.amax for s in chain)
+    finite = list(itertools.takewhile(math.isfinite, values))
+    is_end = bad is not None and _is_on_the_way(event, pattern, bad) and LAYERS <= len(finite) < len(chain)
+    return finite if is_end and _slope(finite) else []
+
+
+def _slope(sizes: list[float]) -> float:
+    """Return the binades per layer by which sizes grow; 0 where they do not grow steadily, by at least `PER_LAYER`."""
+    logs = [_log(size) for size in sizes]
+    slope = (logs[-1] - logs[0]) / (len(logs) - 1)
+    return slope if slope >= PER_LAYER and _is_steady(logs, PER_LAYER / 2) else 0.0
 
 
 def grew_over_steps(sizes: Iterable[Size], step: int) -> str:
@@ -195,8 +193,11 @@ def _ends(event: Event, pattern: str, rest: list[Size]) -> bool:
     return any((pattern, number) in _patterns(name) for name, number in numbered)
 
 
+def _is_within(event: Event, layer: Size) -> bool:
+    return f"{event.site.module}.".startswith(f"{layer.name}.")
+
+
 def _is_on_the_way(event: Event, pattern: str, bad: Size) -> bool:
     """Say whether an event lies in the first bad layer of a chain, or in the module that runs the chain."""
     module, above = event.site.module, pattern.partition("*")[0].rstrip(".")
-    is_inside = module == bad.name or module.startswith(f"{bad.name}.")
-    return is_inside or not module or module == above or above.startswith(f"{module}.")
+    return _is_within(event, bad) or not module or module == above or above.startswith(f"{module}.")
