@@ -9,7 +9,7 @@ import torch
 
 from mezzo import formats
 from mezzo.trace.context import public_name
-from mezzo.trace.ops import Call, arguments, floating, flops_of, is_product, node_op, op_facts, plain_name
+from mezzo.trace.ops import Call, floating, flops_of, is_product, node_op, op_facts, plain_name
 
 aten = torch.ops.aten
 
@@ -100,11 +100,8 @@ def test_randomness_is_known() -> None:
 
 def test_arguments_are_named_through_lists() -> None:
     a, b = torch.ones(2), torch.ones(3)
-    facts = op_facts(aten.cat.default)
-    assert [name for name, _ in arguments(facts, ([a, torch.ones(1, dtype=torch.int64), b],), {"dim": 0})] == [
-        "tensors[0]",
-        "tensors[2]",
-    ]
+    func, given = aten.cat.default, ([a, torch.ones(1, dtype=torch.int64), b],)
+    assert [name for name, _ in Call(func, op_facts(func), given, {"dim": 0}).inputs] == ["tensors[0]", "tensors[2]"]
 
 
 def test_only_floating_values_count() -> None:

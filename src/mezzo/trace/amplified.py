@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..formats import LOW_DTYPES, dtype_name
-from .measure import amax, is_finite
+from .measure import amax, is_finite, share_off
 from .ops import Call, is_product, plain
 from .records import Lint, Site
 from .wide_values import StorageNotes, WideValues, forget_results, run_in_fp32
@@ -76,7 +76,7 @@ class Amplified:
         if wide is None or site.phase != "forward":
             forget_results(call, self._errors, self._local)
             return
-        given = [(t, e) for _, t in call.inputs if (e := self._errors.get(call.original(t))) is not None]
+        given = self._errors.read_by(call)
         read, wrong = next(((t, e) for t, e in given if e.lint), (None, None))
         has_weight = any(self._weights.get(t) for _, t in call.inputs)
         is_layer = has_weight and is_product(call.func)
@@ -157,12 +157,6 @@ class Amplified:
         self.found.setdefault((str(lint.site.frame), lint.kernel), (lint, set()))[1].update(steps)
 
 
-def share_off(tensor: Tensor, wide: Tensor) -> float:
-    """Return how far a tensor lies from another, as a share of that one's norm; 0 where that is 0 or not finite. Syncs: yes."""
-    off = float((tensor.detach().to(wide.dtype) - wide).norm()) if 0 < (top := float(wide.norm())) < math.inf else 0.0
-    return off / top if 0 < off < math.inf else 0.0
-
-
 def _are_too_close(tensor: Tensor, wide: Tensor) -> bool:
     """Say whether what 16 bit rounds of rows is as large as what they differ in, as where all lie near 300. Syncs: where they are in 16 bit."""
     if tensor.dtype not in LOW_DTYPES or tensor.dim() < 2:
@@ -173,9 +167,8 @@ def _are_too_close(tensor: Tensor, wide: Tensor) -> bool:
 
 def _is_data(call: Call, read: Tensor | None, error: _Error) -> bool:
     """Say whether a wrong tensor without a gradient, as a target is, meets what has one. Syncs: no."""
-    has_gradient = torch.is_grad_enabled() and any(call.original(t).requires_grad for _, t in call.inputs)
     is_fixed = read is not None and read.dim() > 0 and not call.original(read).requires_grad
-    return has_gradient and is_fixed and error.off > _WRONG
+    return call.is_tracked and is_fixed and error.off > _WRONG
 
 
 def _is_linear(call: Call, read: Tensor | None) -> bool:

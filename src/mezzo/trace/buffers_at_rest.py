@@ -72,7 +72,7 @@ class BuffersAtRest:
 
     def see(self, call: Call) -> Iterator[Rest]:
         """Take in one op of a forward. Syncs: where it takes the sine or cosine of what comes from such a buffer."""
-        held = next((h for _, t in call.inputs if (h := self._held.get(call.original(t)))), None)
+        held = self._held.first(call.originals)
         if held is None or call.facts.name not in _FOLLOWED | _OF_PHASES:
             forget_results(call, self._held)
             return
@@ -83,11 +83,11 @@ class BuffersAtRest:
                 yield Rest(held[1], f"buffer {held[0]}, by which phases are {off:.2g} radians off,", off)
             return
         now, then = run_in_fp32(call, as_is), run_in_fp32(call, before)
-        for i, tensor in enumerate(call.out if now and then else ()):
-            assert now and then
-            self._held.note(tensor, held)
-            self._as_is.put(tensor, now[i])
-            self._before.put(tensor, then[i])
+        if now and then:
+            self._as_is.put_results(call, now)
+            self._before.put_results(call, then)
+            for tensor in call.out:
+                self._held.note(tensor, held)
 
 
 def _is_row_of_integers(buffer: Tensor) -> bool:

@@ -15,7 +15,7 @@ from .context import OpMode, TraceContext
 from .evidence import Detached, HostReads, is_arithmetic, is_bad_anyway, is_metric, matters
 from .exponents import LineWatch
 from .flushed_gradients import FlushWatch
-from .frames import Owner, caller, is_called_from, sample_line
+from .frames import Owner, caller, is_backward_root, is_called_from, sample_line
 from .lint_rules import LintWatch
 from .lost_updates import StateWatch, UpdateWatch
 from .measure import (
@@ -107,7 +107,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
                 self._shared.note(out, site)
             return out
         # under torch.func a loss has no graph that could be seen here
-        if facts.name == "ones_like" and self.context.is_backward_root():
+        if facts.name == "ones_like" and is_backward_root():
             self._on_loss(args[0], site)
         if facts.name == "local_scalar_dense":
             self.on_read(args[0], site)
@@ -128,7 +128,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
 
     def before_parts(self, func: OpOverload[Any, Any], args: tuple[Any, ...]) -> None:
         """Take note of a loss that is a tensor of others, which has the graph that its parts have not."""
-        if op_facts(func).name == "ones_like" and self.context.is_backward_root():
+        if op_facts(func).name == "ones_like" and is_backward_root():
             self._on_loss(args[0], self.context.site("ones_like"))
 
     def stop(self, reason: BaseException) -> None:
@@ -339,14 +339,14 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             fused=fused_with(site.op, call.original(call.inputs[0][1])) if kind == "source" and call.inputs else "",
             is_local_enough=is_tried or (computed and self.reference.is_local_enough(call)),
             followers=followers,
-            tracked=torch.is_grad_enabled() and any(call.original(t).requires_grad for _, t in call.inputs),
+            tracked=call.is_tracked,
         )
         self.events.append(event)
         return frozenset((index,))
 
     def _cast_of(self, call: Call, site: Site) -> str:
         """Return what a tensor is called that is only cast, or that 16 bit flushed where it rests; empty for one that was computed."""
-        given = [call.original(t) for _, t in call.inputs]
+        given = call.originals
         if site.op == "to" and site.phase == "forward":
             return self.context.name_of(given[0]) if given else ""
         names = (self.context.name_of(t) for t in given if self.reference.behind([t]))

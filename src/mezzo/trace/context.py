@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
-from itertools import islice
-from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -247,10 +245,6 @@ class TraceContext:
             # made after its op; the op's own node, which it runs, came just before
             sequence -= 1
         return self._sites.get((sequence, node_op(node.name()))) or self._sites.get(sequence)
-
-    def is_backward_root(self) -> bool:
-        """Say whether autograd is asking for ones to start a backward with."""
-        return any(frame.f_code.co_name == "_make_grads" for frame, _ in islice(walk_stack(sys._getframe(2)), 8))
 
     def enter_backward(self, loss: Tensor) -> None:
         """Take note of a backward from `loss`, and of the factor its last op multiplied it by. Syncs: yes."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import node_number, tree_leaves, tree_map
+from .._torch import node_number, tree_leaves
 from .measure import any_nan, is_finite, numbers, rerun, sanitised
 from .ops import FACTORS, Call
 from .records import Event, Frame, Sink, Site
@@ -60,7 +60,7 @@ def is_arithmetic(call: Call, bad: list[Tensor]) -> bool:
 
 def matters(call: Call, source: Tensor) -> bool:
     """Say whether repairing one input alone makes an element of the results finite. Syncs: yes."""
-    out = rerun(call, tree_map(lambda v: sanitised(v) if v is source else v, call.given))
+    out = rerun(call, call.given_with({id(source): sanitised(source)}))
     was_bad = [~t.isfinite() for t in call.out]
     return any(bool((o.isfinite() & b).any()) for o, b in zip(out, was_bad, strict=True))
 

@@ -19,6 +19,7 @@ _SAFE = 2.0**-8
 """A tensor that reaches this far has its smallest fp16 number 16 binades below its largest value."""
 _KEPT = 0.05
 """Share of the lost values that may stay lost at the scale that is proposed."""
+_SUMS = ("add", "cat", "stack")
 _SOFTMAX = ("softmax_backward", "log_softmax_backward_data")
 
 
@@ -47,7 +48,7 @@ class FlushWatch:
         if wide is None:
             forget_results(call, self.wide, self._flushes)
             return
-        inherited = next((f for _, t in call.inputs if (f := self._flushes.get(call.original(t))) is not None), None)
+        inherited = self._flushes.first(call.originals)
         for tensor, value in zip(call.out, wide, strict=True):
             flush, lost = inherited, (tensor == 0) & (value != 0) & value.isfinite()
             share = int(lost.sum()) / max(1, lost.numel())
@@ -65,7 +66,7 @@ class FlushWatch:
                 self._flushes.note(tensor, flush)
 
     def _follow_zeros(self, call: Call, site: Site, tops: list[float]) -> None:
-        before = next((s for _, t in call.inputs if (s := self._zeros.get(call.original(t))) is not None), site)
+        before = self._zeros.first(call.originals) or site
         for tensor, top in zip(call.out, tops, strict=True):
             if top:
                 self._zeros.forget(tensor)
@@ -118,13 +119,12 @@ class ConstantOps:
 
     def see(self, call: Call, site: Site) -> None:
         """Take in one op of backward. Syncs: no."""
-        found = [self._made.get(call.original(t)) for _, t in call.inputs]
-        known = next((s for s in found if s is not None), None)
+        known = self._made.first(call.originals)
         if _is_over_one(call):
             self._made.note(call.out[0], known or site)
             for tensor in call.out[1:]:  # its own weight and bias have gradients
                 self._made.forget(tensor)
-        elif known is None or (call.facts.name in ("add", "cat", "stack") and None in found):
+        elif known is None or (call.facts.name in _SUMS and len(self._made.read_by(call)) < len(call.inputs)):
             forget_results(call, self._made)
         else:
             for tensor in call.out:
@@ -136,7 +136,7 @@ class ConstantOps:
 
 
 def _is_over_one(call: Call) -> bool:
-    name, given = call.facts.name, dict(zip(call.facts.arguments, call.args, strict=False))
+    name, given = call.facts.name, call.named
     if not call.out:
         return False
     if name == "layer_norm_backward":

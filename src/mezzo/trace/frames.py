@@ -7,8 +7,9 @@ import enum
 import linecache
 import sys
 import sysconfig
+from collections.abc import Iterator
 from functools import cache
-from itertools import takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 from traceback import walk_stack
 from types import CodeType, FrameType
@@ -69,6 +70,11 @@ def _frame(frame: FrameType) -> Frame:
     return Frame(file=code.co_filename, line=frame.f_lineno, function=code.co_name)
 
 
+def _stack(ending: str = "") -> Iterator[FrameType]:
+    """Yield the frames on the Python stack above the one that asks, innermost first, of files whose paths end so."""
+    return (f for f, _ in walk_stack(sys._getframe(2)) if f.f_code.co_filename.endswith(ending))
+
+
 class Location(NamedTuple):
     """Where the running op was called from.
 
@@ -95,8 +101,7 @@ def locate(in_backward: bool) -> Location:
     """
     user = library = relay = None
     is_recompute = False
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in _stack():
         filename = frame.f_code.co_filename
         kind = owner(filename)
         if kind is Owner.USER and frame.f_code.co_name in _RELAYS:
@@ -114,7 +119,6 @@ def locate(in_backward: bool) -> Location:
             break
         if user and not in_backward:
             break
-        frame = frame.f_back
     return Location(user or relay, library, is_recompute)
 
 
@@ -126,18 +130,14 @@ def _first_caller(call: Any) -> Frame | None:
 
 def is_called_from(ending: str) -> bool:
     """Say whether a file whose path ends so is on the Python stack."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not frame.f_code.co_filename.endswith(ending):
-        frame = frame.f_back
-    return frame is not None
+    return any(_stack(ending))
 
 
 def still_stepping(
     begun: list[torch.optim.Optimizer], starting: torch.optim.Optimizer | None = None
 ) -> list[torch.optim.Optimizer]:
     """Return those optimizers whose step, begun before that of the one that is starting, is on the Python stack: an error ended others. Host only."""
-    files = (f for f, _ in walk_stack(sys._getframe(1)) if f.f_code.co_filename == optimizer_hooks.__file__)
-    stack = [f.f_locals.get("self") for f in files]
+    stack = [f.f_locals.get("self") for f in _stack(optimizer_hooks.__file__)]
     return [o for o in begun if sum(o is one for one in stack) > (o is starting)]
 
 
@@ -149,33 +149,33 @@ def leave_step(stepping: list[torch.optim.Optimizer], optimizer: torch.optim.Opt
     return is_known and not stepping
 
 
+def is_backward_root() -> bool:
+    """Say whether autograd is asking for ones to start a backward with."""
+    return any(frame.f_code.co_name == "_make_grads" for frame in islice(_stack(), 9))
+
+
 def functions_of(file: str) -> set[str]:
     """Return the names of the functions of a file that are on the Python stack."""
-    return {f.f_code.co_name for f, _ in walk_stack(sys._getframe(1)) if f.f_code.co_filename == file}
+    return {f.f_code.co_name for f in _stack(file)}
 
 
 def is_handed_by_autograd(tensor: Tensor) -> bool:
     """Say whether a tensor is an argument of the function that autograd calls: a hook, or the backward of the program's own. Host only."""
-    inside = takewhile(
-        lambda f: not f.f_code.co_filename.endswith(_CALLS_HOOKS), (f for f, _ in walk_stack(sys._getframe(1)))
-    )
+    inside = takewhile(lambda f: not f.f_code.co_filename.endswith(_CALLS_HOOKS), _stack())
     own = [f for f in inside if owner(f.f_code.co_filename) in (Owner.USER, Owner.LIBRARY)][-1:]
-    given = [
-        f.f_locals.get(name) for f in own for name in f.f_code.co_varnames[: f.f_code.co_argcount + 1]
-    ]  # and *grads
+    names = ((f, name) for f in own for name in f.f_code.co_varnames[: f.f_code.co_argcount + 1])  # and *grads
+    given = [f.f_locals.get(name) for f, name in names]
     return any(g is tensor for one in given for g in (one if isinstance(one, tuple) else (one,)))
 
 
 def argument_of(ending: str, *names: str) -> float | None:
     """Return the first of some numbers that a function on the Python stack, of a file whose path ends so, was given; None if none was."""
-    frames = (f for f, _ in walk_stack(sys._getframe(1)) if f.f_code.co_filename.endswith(ending))
-    return next((float(f.f_locals[name]) for f in frames for name in names if name in f.f_locals), None)
+    return next((float(f.f_locals[name]) for f in _stack(ending) for name in names if name in f.f_locals), None)
 
 
 def sample_line() -> Frame | None:
     """Return the line by which the dataset of the running DataLoader hands out a sample; None where that is not the user's."""
-    frames = (f for f, _ in walk_stack(sys._getframe(1)) if f.f_code.co_filename.endswith(_FETCH))
-    dataset = next((getattr(f.f_locals.get("self"), "dataset", None) for f in frames), None)
+    dataset = next((getattr(f.f_locals.get("self"), "dataset", None) for f in _stack(_FETCH)), None)
     while dataset is not None:
         for name in ("__getitem__", "__iter__"):
             code = getattr(getattr(type(dataset), name, None), "__code__", None)
@@ -199,7 +199,7 @@ def caller() -> tuple[Owner, str]:
     Frames of torch and of the tracer are passed over, and modes that only hand on what was called.
     """
     func, found, made_for = None, Owner.USER, ""
-    for frame, _ in walk_stack(sys._getframe(1)):
+    for frame in _stack():
         file, is_relay = frame.f_code.co_filename, frame.f_code.co_name == _RELAYS[0]
         own, given = owner(file), frame.f_locals.get("func") if is_relay else None
         if file.startswith(_TRACER):

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .._torch import tree_map
 from ..binding import record
 from ..errors import plural
 from ..formats import LOW_DTYPES, dtype_name, format_of, parse_dtype, widest
-from .amplified import Amplified, share_off
+from .amplified import Amplified
 from .buffers_at_rest import BuffersAtRest, exact_integers
 from .frames import argument_of, functions_of, is_called_from, is_handed_by_autograd
-from .measure import amax, ids_in, mean_row, numbers, rerun, rerun_wide, whole_results
+from .measure import amax, ids_in, mean_row, numbers, rerun, rerun_wide, share_off, whole_results
 from .ops import Call
 from .records import Event, Lint, LintRule, Site
 from .reference_path import ReferencePath
@@ -41,8 +40,8 @@ _CAUSES = frozenset({"integers-in-16-bit", "ids-in-16-bit", "buffer-in-16-bit", 
 """Rules that name why an op of the same module makes rounding large."""
 _MOST = 64
 """Lints of one rule that are kept."""
-_TURNED = 1 / 2
-"""How far what ids pick must lie from what those of fp32 pick."""
+_HALF = 1 / 2
+"""How far a difference, a logarithm, or what ids pick must lie from what fp32 has: more is rounding for the most part."""
 _LOOKED_AT = 16
 """Additions by one line to one sum from one look at what it lost to the next."""
 _SUMS_BY_INDEX = frozenset({"index_add", "scatter_add", "scatter_reduce", "index_put", "embedding_dense_backward"})
@@ -214,18 +213,17 @@ class LintWatch:
         elif call.facts.name == "div" and call.inputs and given and given[0] in self._steps:
             read = call.original(call.inputs[0][1])
             were = reference.get(read)
-            off, top = (0.0, 0.0) if were is None else (float((read.detach() - were).norm()), float(were.norm()))
-            if 0 < top / 2 < off < math.inf:
-                self.add("finite-difference", site, reference.low, f"{off / top:.0%}", given[0], call.facts.kernel)
+            off = 0.0 if were is None else share_off(read, were)
+            if off > _HALF:
+                self.add("finite-difference", site, reference.low, f"{off:.0%}", given[0], call.facts.kernel)
 
     def _one_plus(self, call: Call, low: Tensor) -> None:
         """Note what 1 + x keeps of x where its logarithm has lost most of it. Syncs: where a program adds 1 to a 16-bit tensor."""
         if not self.of_risks or call.facts.name != "add" or 1 not in numbers(call.args, {}) or len(call.inputs) != 1:
             return
-        want = call.inputs[0][1].detach().float().log1p()
-        off, top = float((low.detach().float().log() - want).norm()), float(want.norm())
-        if 0 < top / 2 < off < math.inf:
-            self._one_plus_lost.note(low, off / top)
+        off = share_off(low.detach().float().log(), call.inputs[0][1].detach().float().log1p())
+        if off > _HALF:
+            self._one_plus_lost.note(low, off)
 
     def _log(self, call: Call, site: Site) -> None:
         lost = self._one_plus_lost.get(call.original(call.inputs[0][1]))
@@ -307,23 +305,23 @@ class LintWatch:
 
     def _feel(self, call: Call, site: Site, picked: dict[int, Tensor]) -> None:
         """Compare what ids pick, less what all of a table has in common, with what those of fp32 do, where it has a gradient. Syncs: there."""
-        if not (torch.is_grad_enabled() and any(call.original(t).requires_grad for _, t in call.inputs)):
+        if not call.is_tracked:
             return
         for tensor, value in zip(call.out, self._picking(call, picked) or [], strict=False):
             mean = mean_row(call.inputs[0][1], value)
-            if tensor.shape == value.shape and share_off(tensor.detach() - mean, value.float() - mean) > _TURNED:
+            if tensor.shape == value.shape and share_off(tensor.detach() - mean, value.float() - mean) > _HALF:
                 self.amplified.tell(self._behind(call), site.step)
 
     def _of_fp32(self, call: Call) -> dict[int, Tensor]:
         return {id(t): ids for t in ids_in(call.given) if (ids := self._picked.get(t)) is not None}
 
     def _behind(self, call: Call) -> Lint | None:
-        return next((x for t in ids_in(call.given) if (x := self._picked_by.get(t)) is not None), None)
+        return self._picked_by.first(ids_in(call.given))
 
     def _picking(self, call: Call, picked: dict[int, Tensor]) -> list[Tensor] | None:
         """Run an op with the ids of fp32; None where they pick what is not there. Syncs: as the op does."""
         try:
-            return rerun(call, tree_map(lambda v: picked.get(id(v), v), call.given))
+            return rerun(call, call.given_with(picked))
         except (RuntimeError, NotImplementedError, IndexError):
             return None
 

@@ -73,6 +73,12 @@ def tensor_facts(name: str, tensor: Tensor) -> TensorFacts:
     )
 
 
+def share_off(tensor: Tensor, wide: Tensor) -> float:
+    """Return how far a tensor lies from another, as a share of that one's norm; 0 where that is 0 or not finite. Syncs: yes."""
+    off = float((tensor.detach().to(wide.dtype) - wide).norm()) if 0 < (top := float(wide.norm())) < math.inf else 0.0
+    return off / top if 0 < off < math.inf else 0.0
+
+
 def length(tensor: Tensor) -> float:
     """Return the L2 norm, computed in fp64 where the device has it. Syncs: yes."""
     return float(torch.linalg.vector_norm(tensor.detach(), dtype=widest(tensor.device))) if tensor.numel() else 0.0
@@ -143,7 +149,7 @@ def whole_results(call: Call, values: dict[int, Tensor]) -> list[Tensor]:
     """Return the ids that an op gives in fp32 with some arguments exchanged, by their `id`; none where it cannot. Syncs: as the op does."""
     if call.facts.draws:
         return []
-    args, kwargs = _widened(tree_map(lambda v: values.get(id(v), v), call.given), torch.float32)
+    args, kwargs = _widened(call.given_with(values), torch.float32)
     try:
         with torch.no_grad(), without_autocast():
             return ids_in(call.func(*args, **kwargs))
@@ -214,8 +220,8 @@ def first_bad(bad: Tensor) -> tuple[int, ...]:
 
 def divisors(call: Call) -> tuple[tuple[str, float], ...]:
     """Return the second operand where it is a whole number of Python's, or 0. Host only."""
-    named = zip(call.facts.arguments, call.args, strict=False)
-    return tuple((n, float(v)) for n, v in named if n == "other" and (type(v) is int or (type(v) is float and v == 0)))
+    other = call.named.get("other")
+    return (("other", float(other)),) if type(other) is int or (type(other) is float and other == 0) else ()
 
 
 def full_rows(call: Call) -> int:

@@ -108,6 +108,10 @@ class OpFacts:
     overwrites: bool
     draws: bool
 
+    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call of the op, by their names in the schema. Host only."""
+        return {**dict(zip(self.arguments, args, strict=False)), **kwargs}
+
 
 def is_collective(kernel: str) -> bool:
     """Say whether an op waits for other ranks, so that running it again would wait for ever."""
@@ -164,23 +168,16 @@ def is_plain(tensor: Tensor) -> bool:
     return is_memory and not tensor.is_meta and not has_no_memory(tensor) and unwrapped(tensor) is tensor
 
 
-def arguments(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Tensor]]:
-    """Return the floating tensors among an op's arguments, by schema name. Syncs: no."""
-    named = [*zip(facts.arguments, args, strict=False), *kwargs.items()]
-    return [pair for name, value in named for pair in floating(value, name)]
-
-
 def results(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Tensor]:
     """Return the floating tensors an op produced: what it returned and what it wrote, each once. Syncs: no."""
-    written = [a for name, a in zip(facts.arguments, args, strict=False) if name in facts.writes]
-    written += [a for name, a in kwargs.items() if name in facts.writes]
+    written = (a for name, a in facts.named(args, kwargs).items() if name in facts.writes)
     found = {id(t): t for v in (out, *written) for _, t in floating(v)}
     return list(found.values())
 
 
 def lands_later(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an op only sets out to copy from a device to the host, which has nothing to look at yet."""
-    named = {**dict(zip(facts.arguments, args, strict=False)), **kwargs}
+    named = facts.named(args, kwargs)
     if not named.get("non_blocking"):
         return False
     target = named.get("device") or named["self"].device  # of _to_copy; else of copy_
@@ -197,12 +194,13 @@ class Call:
 
     Attributes:
         args, kwargs: copies stand in for what the op wrote.
+        named: all of them, by their names in the schema.
         inputs: the floating tensors it read, by name, values before.
         out: the floating tensors it returned or wrote.
         returned: what it returned.
     """
 
-    __slots__ = ("_originals", "args", "facts", "func", "inputs", "kwargs", "out", "returned")
+    __slots__ = ("_originals", "args", "facts", "func", "inputs", "kwargs", "named", "out", "returned")
 
     def __init__(
         self, func: OpOverload[Any, Any], facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -211,8 +209,9 @@ class Call:
         self._originals: dict[int, Tensor] = {}
         self.args = tuple(self._kept(n, a) for n, a in zip(facts.arguments, args, strict=False))
         self.kwargs = {n: self._kept(n, a) for n, a in kwargs.items()}
-        named = arguments(facts, self.args, self.kwargs)
-        self.inputs = [(n, t) for n, t in named if not (facts.overwrites and n.split("[")[0] in facts.writes)]
+        self.named = facts.named(self.args, self.kwargs)
+        read = ((n, a) for n, a in self.named.items() if not (facts.overwrites and n in facts.writes))
+        self.inputs = [pair for name, value in read for pair in floating(value, name)]
         self.out: list[Tensor] = []
         self.returned: Any = None
 
@@ -224,8 +223,8 @@ class Call:
     @property
     def whole(self) -> list[tuple[str, Tensor]]:
         """The tensors of whole numbers that it was given, by name. Syncs: no."""
-        named = [*zip(self.facts.arguments, self.args, strict=False), *self.kwargs.items()]
-        return [(n, t) for n, t in named if isinstance(t, Tensor) and not t.is_floating_point() and not t.is_complex()]
+        tensors = ((n, t) for n, t in self.named.items() if isinstance(t, Tensor))
+        return [(n, t) for n, t in tensors if not t.is_floating_point() and not t.is_complex()]
 
     @property
     def wide_dtype(self) -> torch.dtype:
@@ -252,9 +251,24 @@ class Call:
         self.out = [] if lands_later(self.facts, args, kwargs) else results(self.facts, args, kwargs, out)
         return out
 
+    def given_with(self, values: Mapping[int, Any]) -> Given:
+        """Return its arguments with others in the place of some, by their ids. Host only."""
+        given: Given = tree_map(lambda v: values.get(id(v), v), self.given)
+        return given
+
     def original(self, tensor: Tensor) -> Tensor:
         """Return the program's tensor that a copied argument stands for. Syncs: no."""
         return self._originals.get(id(tensor), tensor)
+
+    @property
+    def originals(self) -> list[Tensor]:
+        """The program's tensors that `inputs` are the values of. Host only."""
+        return [self.original(t) for _, t in self.inputs]
+
+    @property
+    def is_tracked(self) -> bool:
+        """Whether gradients will go through it to something it read. Host only."""
+        return torch.is_grad_enabled() and any(t.requires_grad for t in self.originals)
 
 
 Formula = Callable[..., int]

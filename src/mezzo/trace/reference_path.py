@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .._torch import tree_map
 from ..formats import LOW_DTYPES, dtype_name, format_of, widened
 from .measure import amax, is_finite, numbers, rerun_wide, sanitised
 from .ops import CASTS, FACTORS, Call, is_product
@@ -87,7 +86,7 @@ class ReferencePath:
 
     def behind(self, tensors: Iterable[Tensor]) -> Flush | None:
         """Return the zero that 16 bit made and that one of these tensors came through. Syncs: no."""
-        return next((f for f in (self._flushes.get(t) for t in tensors) if f is not None), None)
+        return self._flushes.first(tensors)
 
     def absorb(self, call: Call, site: Site, causes: frozenset[int]) -> None:
         """Take note of the events behind an infinity that an op turns into a 0 which fp32 does not have, as softplus(-inf) is. Syncs: no."""
@@ -96,7 +95,7 @@ class ReferencePath:
 
     def absorbed(self, call: Call) -> frozenset[int]:
         """Return the events behind the zero that an op was given; empty where no infinity is. Syncs: no."""
-        flush = self.behind(call.original(t) for _, t in call.inputs)
+        flush = self.behind(call.originals)
         return frozenset() if flush is None else self._absorbed.get(flush.site, frozenset())
 
     def end_step(self) -> None:
@@ -126,7 +125,7 @@ class ReferencePath:
             self.inside.clear()
         if site.root:
             self.inside.append((site, call))
-        inherited = self.behind(call.original(t) for _, t in call.inputs)
+        inherited = self.behind(call.originals)
         local: list[Tensor] | None = None if known else wide
         for i, (tensor, value) in enumerate(zip(call.out, wide, strict=True)):
             lost = (tensor == 0) & (value != 0)
@@ -177,8 +176,7 @@ class ReferencePath:
             given = (before.original(t) for _, t in before.inputs if id(t) not in known)
             fed |= {id(maker): maker for t in given if (maker := self._makers.get(t)) is not None}
             wide = run_in_fp32(before, known) or []
-            for tensor, value in zip(before.out, wide, strict=False):
-                values.put(tensor, value)
+            values.put_results(before, wide)
         return list(fed.values()), wide
 
     def _note_maker(self, call: Call, site: Site, index: int, local: list[Tensor] | None) -> None:
@@ -198,7 +196,7 @@ class ReferencePath:
         return None if found is None else found[index] == call.out[index]
 
     def _made_by(self, call: Call) -> tuple[MadeBy, ...]:
-        found = {id(m): m for _, t in call.inputs if (m := self._makers.get(call.original(t))) is not None}
+        found = {id(m): m for _, m in self._makers.read_by(call)}
         return tuple(found.values())
 
     def needs_fp32(
@@ -222,7 +220,7 @@ class ReferencePath:
 
     def _makers_of(self, call: Call, saved: Iterable[Tensor], inside: tuple[Site, ...]) -> tuple[Site, ...]:
         """Return what made an argument that rounding moved: the program's own cast, what fed the module, the module's ops. Syncs: yes."""
-        given = (*(call.original(t) for _, t in call.inputs), *saved)
+        given = (*call.originals, *saved)
         own = [maker for t in given if (maker := self._makers.get(t)) is not None]
         fed = [] if any(m.site.op == "to" for m in own) else self._run_inside()[0]
         return tuple(dict.fromkeys((*(m.site for m in (*fed, *own)), *inside)))
@@ -263,15 +261,12 @@ class ReferencePath:
 
     def accepts(self, call: Call) -> bool:
         """Say whether an op that raised takes what it was given with the values that 16 bit made 0 of. Syncs: yes."""
-        wide = self._wide.known(call) if self.behind(call.original(t) for _, t in call.inputs) else {}
-        return (
-            bool(wide)
-            and rerun_wide(call, torch.float32, tree_map(lambda v: wide.get(id(v), v), call.given)) is not None
-        )
+        wide = self._wide.known(call) if self.behind(call.originals) else {}
+        return bool(wide) and rerun_wide(call, torch.float32, call.given_with(wide)) is not None
 
     def _decisive(self, call: Call) -> Flush | None:
         """Return the zero without which the op would not have failed; of one operand alone, where several hold some."""
-        found = [(t, f) for _, t in call.inputs if (f := self.behind([call.original(t)])) is not None]
+        found = self._flushes.read_by(call)
         for tensor, flush in found if len(found) > 1 else ():
             value = self._wide.get(call.original(tensor))
             if value is not None and is_repaired(call, run_in_fp32(call, {id(tensor): value})):
@@ -332,7 +327,7 @@ class Fp64Reference:
         known = self._true.known(call)
         if not known:
             return ""
-        true = rerun_wide(call, call.wide_dtype, tree_map(lambda v: known.get(id(v), v), call.given))
+        true = rerun_wide(call, call.wide_dtype, call.given_with(known))
         if true is None or len(true) != len(call.out):
             return ""
         wide = rerun_wide(call, call.wide_dtype) or call.out  # on the infinity, so that rounding alone is no harm

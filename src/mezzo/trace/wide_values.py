@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .._torch import storage_id, tree_map
+from .._torch import storage_id
 from ..formats import LOW_DTYPES
 from .fix import edit_of
 from .measure import is_finite, rerun_wide
@@ -57,14 +57,20 @@ class WideValues:
         """Note what a tensor that was just written would hold, all of its storage or a part of it. Syncs: no."""
         if tensor.numel() == 0:
             return
-        found = self.notes.get(tensor)
-        known = None if found is None or found[0] != tensor.itemsize else found[1]
-        if known is None or known.dtype != values.dtype or at(known, tensor) is None:
+        view = self.get(tensor)
+        if view is None or view.dtype != values.dtype:
             known = flat(tensor).to(values.dtype, copy=True)
             self.notes.note(tensor, (tensor.itemsize, known))
-        view = at(known, tensor)
-        assert view is not None  # made from this storage
+            view = at(known, tensor)
+            assert view is not None  # made from this storage
         view.copy_(values)
+
+    def put_results(self, call: Call, wide: Sequence[Tensor] | None) -> None:
+        """Note what the results of an op would hold; that they hold what they should where that is not known. Syncs: no."""
+        if wide is None:
+            forget_results(call, self)
+        for tensor, values in zip(call.out, wide or (), strict=False):
+            self.put(tensor, values)
 
     def forget(self, tensor: Tensor) -> None:
         """Say that a tensor holds what it should. Syncs: no."""
@@ -103,6 +109,14 @@ class StorageNotes(Generic[T]):
         found = self._notes.get(storage_id(tensor)) if self._notes else None
         return None if found is None or _is_gone(found[0]) else found[1]
 
+    def first(self, tensors: Iterable[Tensor]) -> T | None:
+        """Return the first note on the memory of some tensors. Syncs: no."""
+        return next((note for note in map(self.get, tensors) if note is not None), None)
+
+    def read_by(self, call: Call) -> list[tuple[Tensor, T]]:
+        """Return the inputs of an op on whose memory there are notes, with these. Syncs: no."""
+        return [(t, note) for _, t in call.inputs if (note := self.get(call.original(t))) is not None]
+
     def note(self, tensor: Tensor, value: T) -> None:
         """Write a note on a tensor's memory over any older one. Syncs: no."""
         ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch's own
@@ -132,9 +146,8 @@ _CLOSE = 1 / 16
 
 def draws(call: Call) -> bool:
     """Say whether an op's result depends on random numbers; attention without dropout only might."""
-    given = dict(zip(call.facts.arguments, call.args, strict=False)) | call.kwargs
     is_attention = "dropout_p" in call.facts.arguments
-    return call.facts.draws and not (is_attention and given.get("dropout_p", 0.0) == 0.0)
+    return call.facts.draws and not (is_attention and call.named.get("dropout_p", 0.0) == 0.0)
 
 
 def run_wide(call: Call, values: dict[int, Tensor], dtype: torch.dtype) -> list[Tensor] | None:
@@ -153,7 +166,7 @@ def run_wide(call: Call, values: dict[int, Tensor], dtype: torch.dtype) -> list[
         return [source.to(dtype) * call.returned[1] / (1 - share if share < 1 else 1)]
     if draws(call):
         return None
-    wide = rerun_wide(call, dtype, tree_map(lambda v: values.get(id(v), v), call.given))
+    wide = rerun_wide(call, dtype, call.given_with(values))
     is_same = wide is not None and [t.shape for t in wide] == [t.shape for t in call.out]
     return wide if is_same else None
 
@@ -209,11 +222,7 @@ class Widening:
         for site, call in made:
             known = values.known(call)
             wide = run_in_fp32(call, known) if is_wide(site, call, known) else None
-            for i, tensor in enumerate(call.out):
-                if wide is None:
-                    values.forget(tensor)
-                else:
-                    values.put(tensor, wide[i])
+            values.put_results(call, wide)
         return wide
 
 
