@@ -32,20 +32,9 @@ def bound(dtype: torch.dtype) -> float:
     return 1e-4 if dtype is torch.float16 else 1e-6
 
 
-def _clamped(name: str, low: float) -> Replacement:
-    op: Run = getattr(torch, name)
-    return Replacement(f"{name}(x.clamp(min={low:g}))", lambda x: op(x.clamp(min=low)))
-
-
 def _beside_one(dtype: torch.dtype) -> float:
     """Return a distance from 1 that the format resolves, so that what keeps it is not rounded to 1."""
     return float(4 * torch.finfo(dtype).eps)
-
-
-def _inside(name: str, dtype: torch.dtype) -> Replacement:
-    op: Run = getattr(torch, name)
-    eps = _beside_one(dtype)
-    return Replacement(f"{name}(x.clamp(-1 + {eps:.2g}, 1 - {eps:.2g}))", lambda x: op(x.clamp(-1 + eps, 1 - eps)))
 
 
 def _quotients(divisor: Tensor, low: float, is_count: bool) -> Iterator[Replacement]:
@@ -136,7 +125,7 @@ def _offers(op: str, operands: OpInputs) -> Iterator[Replacement]:
     dtype = inputs[0].dtype
     low = bound(dtype)
     if op in ("log", "log2", "log10"):
-        yield _clamped(op, low)
+        yield Replacement(f"{op}(x.clamp(min={low:g}))", lambda x: getattr(torch, op)(x.clamp(min=low)))
     elif op == "log1p":
         edge = max(low, _beside_one(dtype))
         yield Replacement(f"log1p(x.clamp(min=-1 + {edge:.2g}))", lambda x: torch.log1p(x.clamp(min=-1 + edge)))
@@ -144,7 +133,9 @@ def _offers(op: str, operands: OpInputs) -> Iterator[Replacement]:
         floor = low if op == "rsqrt" or dtype is torch.float16 else low**2
         yield Replacement(f"x.clamp(min={floor:g}).{op}()", lambda x: getattr(x.clamp(min=floor), op)())
     elif op in ("acos", "asin", "atanh"):
-        yield _inside(op, dtype)
+        eps = _beside_one(dtype)
+        text = f"{op}(x.clamp(-1 + {eps:.2g}, 1 - {eps:.2g}))"
+        yield Replacement(text, lambda x: getattr(torch, op)(x.clamp(-1 + eps, 1 - eps)))
     elif op == "logit":
         edge = max(low, _beside_one(dtype))
         yield Replacement(f"torch.logit(x, eps={edge:.2g})", lambda x: torch.logit(x, eps=edge))
