@@ -106,7 +106,7 @@ def test_integers_are_exact_up_to_the_number_named(dtype: torch.dtype) -> None:
 
 
 def test_a_line_is_noted_once_a_rule_and_a_rule_a_bounded_number_of_times() -> None:
-    watch = LintWatch()
+    watch = LintWatch(ReferencePath(), str)
     for _ in range(3):
         watch.add("constant-lost", SITE, FP16, "0", 1e-9, "aten.add")
     assert len(watch.records()) == 1
@@ -123,10 +123,10 @@ def test_every_rule_says_what_it_costs_and_what_to_write(rule: LintRule) -> None
 
 def test_a_weight_in_16_bit_is_named_only_inside_a_region() -> None:
     model = torch.nn.Linear(2, 2).to(BF16)
-    watch = LintWatch()
-    watch.model(model, SITE, in_region=False, reference=ReferencePath())
+    watch = LintWatch(ReferencePath(), str)
+    watch.model(model, SITE, in_region=False)
     assert watch.records() == ()
-    watch.model(model, SITE, in_region=True, reference=ReferencePath())
+    watch.model(model, SITE, in_region=True)
     assert [(x.rule, x.value) for x in watch.records()] == [("half-weights-in-region", 2.0)]
 
 

@@ -1,4 +1,4 @@
-"""Ops that make rounding large, on the way to a loss or a layer."""
+"""Ops that make rounding large, on the way to a loss or a layer, and ids that it turns."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ..formats import LOW_DTYPES, dtype_name
-from .measure import amax, is_finite, share_off
+from .measure import amax, ids_in, is_finite, mean_row, rerun, share_off, whole_results
 from .ops import Call, is_product, plain
 from .records import Lint, Site
+from .reference_path import ReferencePath
 from .wide_values import StorageNotes, WideValues, forget_results, run_in_fp32
 
 _LINEAR = frozenset({
@@ -25,6 +26,10 @@ _MOVES = frozenset("index gather index_select take masked_select clone copy to e
 """Ops that make no error of what they are given alone, but may show one: they move it, or scale it by a number."""
 _LOGARITHMS = frozenset({"log", "log2", "log10", "log1p"})
 """Ops whose gradient is right where their argument is."""
+_PICKS = frozenset({"topk", "argmax", "argmin", "max", "min", "kthvalue", "median", "bucketize", "searchsorted", "to"})
+"""Ops that give whole numbers which others read as ids; the order of a sort is another with each rounding, and means the same."""
+_TURNED = 1 / 2
+"""How far what ids pick must lie from what those of fp32 pick."""
 _WRONG, _SEEN = 1 / 4, 1 / 8
 """How far from fp32 a result must lie where rounding was made large, and what comes of it."""
 
@@ -157,6 +162,69 @@ class Amplified:
         self.found.setdefault((str(lint.site.frame), lint.kernel), (lint, set()))[1].update(steps)
 
 
+class RoundedIndices:
+    """Follows ids that were computed from 16-bit numbers to what they pick: whether fp32 picks others, and a gradient feels it."""
+
+    def __init__(self, amplified: Amplified, reference: ReferencePath) -> None:
+        self._amplified, self._reference = amplified, reference
+        self._picked, self._picked_by = WideValues(), StorageNotes[Lint]()
+
+    def see(self, call: Call, site: Site) -> None:
+        """Take in one op of a forward. Syncs: where it makes or reads such ids."""
+        found = ids_in(call.returned)
+        picked = self._of_fp32(call)
+        if picked and call.out:
+            self._feel(call, site, picked)
+        known = {id(t): v for _, t in call.inputs if (v := self._reference.get(t)) is not None}
+        for ids in found if call.facts.writes else ():
+            self._picked.forget(ids)
+        if not found or call.facts.writes or not (picked or (known and call.facts.name in _PICKS)):
+            return
+        wide, alone = whole_results(call, known | picked), whole_results(call, self._amplified.local(call) | picked)
+        lint = self._behind(call)
+        for ids, others, nearby in zip(found, wide, alone, strict=False):
+            if not ids.numel() or not ids.shape == others.shape == nearby.shape:
+                continue
+            value, alike = _in_places_of(call, ids, others), _in_places_of(call, ids, nearby)
+            turned, left = (float((x != value).float().mean()) for x in (ids, alike))
+            if lint is None and turned and left <= turned / 4:
+                lint = Lint(
+                    rule="rounded-index", site=site, kernel=call.facts.kernel, dtype=dtype_name(self._reference.low),
+                    what=f"{turned:.0%}", value=turned,
+                )  # fmt: skip
+            if lint is not None:
+                self._picked.put(ids, value)
+                self._picked_by.note(ids, lint)
+
+    def refused(self, call: Call, site: Site) -> None:
+        """Take note of an op that raised for ids that rounding turned, and takes those of fp32. Syncs: as the op does."""
+        picked = self._of_fp32(call)
+        if picked and self._picking(call, picked) is not None:
+            self._amplified.tell(self._behind(call), *range(site.step + 1))
+
+    def _feel(self, call: Call, site: Site, picked: dict[int, Tensor]) -> None:
+        """Compare what ids pick, less what all of a table has in common, with what those of fp32 do, where it has a gradient. Syncs: there."""
+        if not call.is_tracked:
+            return
+        for tensor, value in zip(call.out, self._picking(call, picked) or [], strict=False):
+            mean = mean_row(call.inputs[0][1], value)
+            if tensor.shape == value.shape and share_off(tensor.detach() - mean, value.float() - mean) > _TURNED:
+                self._amplified.tell(self._behind(call), site.step)
+
+    def _of_fp32(self, call: Call) -> dict[int, Tensor]:
+        return {id(t): ids for t in ids_in(call.given) if (ids := self._picked.get(t)) is not None}
+
+    def _behind(self, call: Call) -> Lint | None:
+        return self._picked_by.first(ids_in(call.given))
+
+    def _picking(self, call: Call, picked: dict[int, Tensor]) -> list[Tensor] | None:
+        """Run an op with the ids of fp32; None where they pick what is not there. Syncs: as the op does."""
+        try:
+            return rerun(call, call.given_with(picked))
+        except (RuntimeError, NotImplementedError, IndexError):
+            return None
+
+
 def _are_too_close(tensor: Tensor, wide: Tensor) -> bool:
     """Say whether what 16 bit rounds of rows is as large as what they differ in, as where all lie near 300. Syncs: where they are in 16 bit."""
     if tensor.dtype not in LOW_DTYPES or tensor.dim() < 2:
@@ -177,3 +245,14 @@ def _is_linear(call: Call, read: Tensor | None) -> bool:
         is_divisor = call.facts.name == "div" and read is call.args[1]
         return not (is_divisor or any(call.original(t).requires_grad for _, t in call.inputs if t is not read))
     return call.facts.name in _LINEAR
+
+
+def _in_places_of(call: Call, ids: Tensor, others: Tensor) -> Tensor:
+    """Return other ids; of topk, those that are in both in the places that they have in `ids`: the order of equals means nothing. Syncs: yes."""
+    if call.facts.name != "topk" or not ids.dim():
+        return others
+    dim, size = int(call.args[2]) if len(call.args) > 2 else -1, call.inputs[0][1].numel()
+    mine, new = (x.movedim(dim, -1) for x in (ids, others))
+    row = torch.arange(mine[..., 0].numel(), device=ids.device).view(mine.shape[:-1])[..., None] * size
+    is_kept, is_new = torch.isin(mine + row, new + row), ~torch.isin(new + row, mine + row)
+    return mine.masked_scatter(~is_kept, new[is_new]).movedim(-1, dim)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,42 +34,39 @@ def exact_integers(dtype: torch.dtype) -> float:
     return 2.0 / format_of(dtype).eps
 
 
-class Rest(NamedTuple):
-    """What was lost in a buffer: in which format, what, and how many or how much."""
-
-    dtype: torch.dtype
-    what: str
-    value: float
+Loss = tuple[torch.dtype, str, float]
+"""What was lost in a buffer: in which format, what, and how many or how much."""
 
 
 class BuffersAtRest:
     """Follows 16-bit buffers into the phases computed from them, with what they were before a cast, or might have been."""
 
-    def __init__(self) -> None:
+    def __init__(self, reference: ReferencePath) -> None:
+        self._reference = reference
         self._seen: StorageNotes[int] = StorageNotes()
         self._held: StorageNotes[tuple[str, torch.dtype]] = StorageNotes()
         self._as_is, self._before = WideValues(), WideValues()
 
-    def enter(self, root: nn.Module, reference: ReferencePath) -> Iterator[Rest]:
+    def enter(self, root: nn.Module) -> Iterator[Loss]:
         """Look over the buffers of a model that is about to run, which were written since. Syncs: yes."""
         for name, buffer in root.named_buffers():
-            wide = reference.get(buffer) if buffer.is_floating_point() else None
+            wide = self._reference.get(buffer) if buffer.is_floating_point() else None
             is_low = buffer.dtype in LOW_DTYPES and buffer.numel() > 0
             if not (is_low or wide is not None) or self._seen.get(buffer) == version(buffer):
                 continue
             self._seen.note(buffer, version(buffer))
             lost = 0 if wide is None else int(((buffer == 0) & (wide != 0)).sum())
-            dtype = buffer.dtype if is_low else reference.low
+            dtype = buffer.dtype if is_low else self._reference.low
             if lost:
-                yield Rest(dtype, f"buffer {name}, of which a cast made {lost / buffer.numel():.0%} 0,", float(lost))
+                yield dtype, f"buffer {name}, of which a cast made {lost / buffer.numel():.0%} 0,", float(lost)
             if is_low:
                 if _is_row_of_integers(buffer):
-                    yield Rest(dtype, f"buffer {name}, whole numbers up to {amax(buffer):g},", amax(buffer))
+                    yield dtype, f"buffer {name}, whole numbers up to {amax(buffer):g},", amax(buffer)
                 self._held.note(buffer, (name, dtype))
                 self._as_is.put(buffer, buffer.float())
                 self._before.put(buffer, _unrounded(buffer) if wide is None else wide)
 
-    def see(self, call: Call) -> Iterator[Rest]:
+    def see(self, call: Call) -> Iterator[Loss]:
         """Take in one op of a forward. Syncs: where it takes the sine or cosine of what comes from such a buffer."""
         held = self._held.first(call.originals)
         if held is None or call.facts.name not in _FOLLOWED | _OF_PHASES:
@@ -80,7 +76,7 @@ class BuffersAtRest:
         if call.facts.name in _OF_PHASES:
             pairs = ((before[key], as_is[key]) for key in as_is.keys() & before.keys())
             if (off := max((amax(b - a) for b, a in pairs), default=0.0)) > _OFF:
-                yield Rest(held[1], f"buffer {held[0]}, by which phases are {off:.2g} radians off,", off)
+                yield held[1], f"buffer {held[0]}, by which phases are {off:.2g} radians off,", off
             return
         now, then = run_in_fp32(call, as_is), run_in_fp32(call, before)
         if now and then:

@@ -68,10 +68,11 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         self._on_sink, self._told_loss = on_sink, on_loss
         self.events: list[Event] = []
         self.sinks: list[Sink] = []
-        self.updates, self.lints = UpdateWatch(), LintWatch()
+        self.reference = ReferencePath()
+        self.updates, self.lints = UpdateWatch(), LintWatch(self.reference, context.name_of)
         self.states = StateWatch(self.updates, self.lints)
         self.replaced = ReplacedStates(self.updates)
-        self.lines, self.reference = LineWatch(self.lints), ReferencePath()
+        self.lines = LineWatch(self.lints)
         self._carried: list[Tensor] | None = None
         self.flushes, self.detached = FlushWatch(), Detached()
         self._fp64 = Fp64Reference()
@@ -82,7 +83,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         self._shared: StorageNotes[Site] = StorageNotes()
         self._counts: StorageNotes[bool] = StorageNotes()
         self._scalars: StorageNotes[Causes] = StorageNotes()
-        self.ops = self.skipped = self.backwards = 0
+        self.ops = self.skipped = 0
         self._was_updated = self._has_scaled_grads = self.has_gone_backward = False
         self._factored: tuple[Call, Site] | None = None
         self._stop_with: BaseException | None = None
@@ -180,7 +181,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
     def _on_refusal(self, call: Call, site: Site) -> None:
         """Take note that an op raised, if it was given non-finite values or asks whether a matrix has the factors it should."""
         with self.aside():
-            self.lints.refused(call, site)
+            self.lints.indices.refused(call, site)
             factored = self._factored if call.facts.name == "linalg_check_errors" else None
             call, site = factored or (call, site)
             bad = [self._causes.get(t) or self._leaf(call, site, n, t) for n, t in call.inputs if not is_finite(t)]
@@ -216,7 +217,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         if call.facts.name in _COUNTS and call.out and not any(t.requires_grad for _, t in call.inputs):
             self._counts.note(call.out[0], call.facts.name != "to" or not call.inputs)
         self.lines.see(site, call.out, tops)
-        self.lints.see(call, site, self.context.name_of, self.reference)
+        self.lints.see(call, site)
         for watch in (self.updates, self.replaced):
             watch.see(call, site, self.context.name_of)
         self.states.see(call, site)
@@ -281,7 +282,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             for tensor in bad:
                 kind, _, name = self.context.modules.name_of(tensor).partition(" ")
                 if kind == "parameter":
-                    self.sink("parameter", name, tensor)
+                    self.reach(self.sink_of("parameter", name, tensor))
 
     def _causes_of(self, call: Call, site: Site, sources: list[tuple[str, Tensor]]) -> Causes:
         if len(sources) > 1 and not call.facts.draws:
@@ -360,10 +361,6 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         tensors = [t if (o := call.original(t)) is t else t.detach().requires_grad_(o.requires_grad) for t in given]
         return OpInputs(tensors, numbers(call.args, {}), bool(given) and self._counts.get(given[-1]) is True)
 
-    def sink(self, kind: SinkKind, name: str, tensor: Tensor) -> None:
-        """Note that a tensor, known to be non-finite, is one that matters. Syncs: no."""
-        self.reach(self.sink_of(kind, name, tensor))
-
     def sink_of(self, kind: SinkKind, name: str, tensor: Tensor) -> Sink:
         """Return what is to be noted of a non-finite tensor, once it is known to matter. Syncs: no."""
         return self._sink(kind, name, self._causes.get(tensor) or NO_CAUSE)
@@ -389,7 +386,6 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         self.context.enter_backward(loss)
         self._has_scaled_grads = self.context.loss_scale > 1
         self.lints.loss(loss, site, self.context.loss_scale, self.context.names.backward_dtype)
-        self.backwards += 1
         with self.aside():
             self._told_loss(loss)
         if (value := plain(loss)) is not None and not is_finite(value):

@@ -14,15 +14,15 @@ from torch.nn import functional
 from ..binding import record
 from ..errors import plural
 from ..formats import LOW_DTYPES, dtype_name, format_of, parse_dtype, widest
-from .amplified import Amplified
+from .amplified import Amplified, RoundedIndices
 from .buffers_at_rest import BuffersAtRest, exact_integers
 from .frames import argument_of, functions_of, is_called_from, is_handed_by_autograd
-from .measure import amax, ids_in, mean_row, numbers, rerun, rerun_wide, share_off, whole_results
+from .measure import amax, numbers, rerun_wide, share_off
 from .ops import Call
 from .records import Event, Lint, LintRule, Site
 from .reference_path import ReferencePath
 from .verdict import number
-from .wide_values import StorageNotes, WideValues, run_in_fp32
+from .wide_values import StorageNotes, run_in_fp32
 
 _TAKES_CONSTANT = frozenset({
     "add", "sub", "rsub", "clamp", "clamp_min", "clamp_max", "maximum", "full", "fill", "full_like", "new_full",
@@ -41,7 +41,7 @@ _CAUSES = frozenset({"integers-in-16-bit", "ids-in-16-bit", "buffer-in-16-bit", 
 _MOST = 64
 """Lints of one rule that are kept."""
 _HALF = 1 / 2
-"""How far a difference, a logarithm, or what ids pick must lie from what fp32 has: more is rounding for the most part."""
+"""How far a difference or a logarithm must lie from what fp32 has."""
 _LOOKED_AT = 16
 """Additions by one line to one sum from one look at what it lost to the next."""
 _SUMS_BY_INDEX = frozenset({"index_add", "scatter_add", "scatter_reduce", "index_put", "embedding_dense_backward"})
@@ -49,8 +49,6 @@ _SUMS_BY_INDEX = frozenset({"index_add", "scatter_add", "scatter_reduce", "index
 _ADDS = _SUMS_BY_INDEX | {"add", "sub"} - {"embedding_dense_backward"}
 _LOST = 2.0**-4
 """Share of a sum, at its largest, by which it is off: rounding that goes either way leaves less of hundreds of additions."""
-_PICKS = frozenset({"topk", "argmax", "argmin", "max", "min", "kthvalue", "median", "bucketize", "searchsorted", "to"})
-"""Ops that give whole numbers which others read as ids; the order of a sort is another with each rounding, and means the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +64,18 @@ class _RunningSum:
 class LintWatch:
     """Checks each op against the rules that one op can break. Syncs: yes, at the ops it judges.
 
+    Args:
+        reference: what tensors would hold without rounding.
+        name_of: what a tensor is called.
+
     Attributes:
         of_risks: whether what may lose numbers counts too where it did not: a loss in 16 bit, the eps that torch's normalize fills in.
         has_fp16: whether a forward op gave fp16.
         scale: what a scaler of torch's multiplied the last loss by, until gradients are unscaled; 1 before and after.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reference: ReferencePath, name_of: Callable[[Tensor], str]) -> None:
+        self._reference, self._name_of = reference, name_of
         self.of_risks = False
         self._found: dict[tuple[object, ...], Lint] = {}
         self._counts: dict[LintRule, int] = {}
@@ -82,8 +85,8 @@ class LintWatch:
         self._sums: StorageNotes[_RunningSum] = StorageNotes()
         self._one_plus_lost: StorageNotes[float] = StorageNotes()
         self._steps: set[float] = set()
-        self._rest, self.amplified = BuffersAtRest(), Amplified()
-        self._picked, self._picked_by = WideValues(), StorageNotes[Lint]()
+        self._rest, self.amplified = BuffersAtRest(reference), Amplified()
+        self.indices = RoundedIndices(self.amplified, reference)
 
     def records(self, *, has_flushed: bool = True) -> tuple[Lint, ...]:
         """Return what was noticed, each line once a rule, given whether fp16 flushed a number of a gradient."""
@@ -104,23 +107,23 @@ class LintWatch:
             name = dtype_name(dtype)
             self._found[key] = Lint(rule=rule, site=site, kernel=kernel, dtype=name, what=what, value=value)
 
-    def see(self, call: Call, site: Site, name_of: Callable[[Tensor], str], reference: ReferencePath) -> None:
-        """Take in one op, given what tensors are called and would hold without rounding. Syncs: yes, at the ops it judges."""
+    def see(self, call: Call, site: Site) -> None:
+        """Take in one op. Syncs: yes, at the ops it judges."""
         # a scaler that is off multiplies nothing, but runs the step of an optimizer that does
         if call.facts.name == "mul" and not site.root and site.phase == "forward" and not self._has_scaler:
             self._has_scaler = is_called_from(_SCALER)
             self._is_scaled = self._is_scaled or self._has_scaler or is_called_from(_OWN_SCALER)
         if call.facts.name == "to" and call.inputs and not call.out and call.returned.dtype is not torch.bool:
-            self._ids(call, reference)
+            self._ids(call)
         if site.phase == "backward" and call.facts.name in _BOUNDS:
             self._bound(call, site)
         for found in self._rest.see(call) if site.phase == "forward" else ():
-            self.add("buffer-in-16-bit", site, found.dtype, found.what, found.value)
+            self.add("buffer-in-16-bit", site, *found)
         if self.of_risks and call.facts.name in ("log", "to") and call.inputs:
             self._log(call, site)
         if site.phase == "forward":
-            self._difference(call, site, reference)
-            self._picks(call, site, reference)
+            self._difference(call, site)
+            self.indices.see(call, site)
         low = next((t for t in call.out if t.dtype in LOW_DTYPES), None)
         if low is None:
             return
@@ -128,7 +131,7 @@ class LintWatch:
             self.has_fp16 = self.has_fp16 or (low.dtype is torch.float16 and len(call.inputs) > 0)
             self._integers(call, site, low)
             self._squares(call, site, low)
-            self._accumulator(call, site, low, name_of)
+            self._accumulator(call, site, low)
             self._one_plus(call, low)
         if site.phase == "forward" or site.op == "AccumulateGrad":
             self._running_sum(call, site, low)
@@ -159,16 +162,16 @@ class LintWatch:
         if moved.numel() and not (float(moved.max()) < 0 and bool((moved == moved[0]).all())):
             self.add("integers-in-16-bit", site, low.dtype, site.called or name, top, call.facts.kernel)
 
-    def _ids(self, call: Call, reference: ReferencePath) -> None:
+    def _ids(self, call: Call) -> None:
         """Look at numbers that become whole ones: whether a cast rounded them when they were whole before."""
         read = call.original(call.inputs[0][1])
-        were, cast = reference.get(read), reference.cast_behind(read)
+        were, cast = self._reference.get(read), self._reference.cast_behind(read)
         if were is None or cast is None:
             return
         moved = (were == were.round()) & (were != read)
         if bool(moved.any()):
             what = f"{number(float(were[moved][0]))} came back as {number(float(read[moved][0]))}"
-            self.add("ids-in-16-bit", cast, reference.low, what, float(moved.sum()), call.facts.kernel)
+            self.add("ids-in-16-bit", cast, self._reference.low, what, float(moved.sum()), call.facts.kernel)
 
     def _constant(self, call: Call, site: Site, low: Tensor) -> None:
         name = call.facts.name
@@ -205,17 +208,17 @@ class LintWatch:
         if is_square and (top := amax(low)) * _HEADROOM > format_of(low.dtype).max:
             self.add("squares-near-overflow", site, low.dtype, site.called or name, top, call.facts.kernel)
 
-    def _difference(self, call: Call, site: Site, reference: ReferencePath) -> None:
+    def _difference(self, call: Call, site: Site) -> None:
         """Look at a difference that is divided by what was added to an argument before: whether it is rounding. Syncs: there."""
         given = [abs(a) for a in call.args if isinstance(a, float) and 0 < abs(a) < 1]
         if call.facts.name in ("add", "sub"):
             self._steps.update(step for one in given for step in (one, 2 * one, one * one))
         elif call.facts.name == "div" and call.inputs and given and given[0] in self._steps:
             read = call.original(call.inputs[0][1])
-            were = reference.get(read)
+            were = self._reference.get(read)
             off = 0.0 if were is None else share_off(read, were)
             if off > _HALF:
-                self.add("finite-difference", site, reference.low, f"{off:.0%}", given[0], call.facts.kernel)
+                self.add("finite-difference", site, self._reference.low, f"{off:.0%}", given[0], call.facts.kernel)
 
     def _one_plus(self, call: Call, low: Tensor) -> None:
         """Note what 1 + x keeps of x where its logarithm has lost most of it. Syncs: where a program adds 1 to a 16-bit tensor."""
@@ -232,9 +235,9 @@ class LintWatch:
         elif lost is not None and call.out:
             self._one_plus_lost.note(call.out[0], lost)
 
-    def _accumulator(self, call: Call, site: Site, low: Tensor, name_of: Callable[[Tensor], str]) -> None:
+    def _accumulator(self, call: Call, site: Site, low: Tensor) -> None:
         is_sum = call.facts.kernel in ("aten.add_", "aten.sub_") and low.dim() == 0
-        if is_sum and (not site.root or name_of(low).startswith("buffer")):
+        if is_sum and (not site.root or self._name_of(low).startswith("buffer")):
             self.add("half-accumulator", site, low.dtype, "a running sum", float(low.detach()), call.facts.kernel)
 
     def _running_sum(self, call: Call, site: Site, low: Tensor) -> None:
@@ -270,61 +273,6 @@ class LintWatch:
             what = f"what {call.facts.name} adds up, {off / top:.0%} off,"
             self.add("half-accumulator", site, low.dtype, what, off, call.facts.kernel)
 
-    def _picks(self, call: Call, site: Site, reference: ReferencePath) -> None:
-        """Follow ids that were computed from 16-bit numbers to what they pick: whether fp32 picks others, and a gradient feels it. Syncs: there."""
-        found = ids_in(call.returned)
-        picked = self._of_fp32(call)
-        if picked and call.out:
-            self._feel(call, site, picked)
-        known = {id(t): v for _, t in call.inputs if (v := reference.get(t)) is not None}
-        for ids in found if call.facts.writes else ():
-            self._picked.forget(ids)
-        if not found or call.facts.writes or not (picked or (known and call.facts.name in _PICKS)):
-            return
-        wide, alone = whole_results(call, known | picked), whole_results(call, self.amplified.local(call) | picked)
-        lint = self._behind(call)
-        for ids, others, nearby in zip(found, wide, alone, strict=False):
-            if not ids.numel() or not ids.shape == others.shape == nearby.shape:
-                continue
-            value, alike = _in_places_of(call, ids, others), _in_places_of(call, ids, nearby)
-            turned, left = (float((x != value).float().mean()) for x in (ids, alike))
-            if lint is None and turned and left <= turned / 4:
-                lint = Lint(
-                    rule="rounded-index", site=site, kernel=call.facts.kernel, dtype=dtype_name(reference.low),
-                    what=f"{turned:.0%}", value=turned,
-                )  # fmt: skip
-            if lint is not None:
-                self._picked.put(ids, value)
-                self._picked_by.note(ids, lint)
-
-    def refused(self, call: Call, site: Site) -> None:
-        """Take note of an op that raised for ids that rounding turned, and takes those of fp32. Syncs: as the op does."""
-        picked = self._of_fp32(call)
-        if picked and self._picking(call, picked) is not None:
-            self.amplified.tell(self._behind(call), *range(site.step + 1))
-
-    def _feel(self, call: Call, site: Site, picked: dict[int, Tensor]) -> None:
-        """Compare what ids pick, less what all of a table has in common, with what those of fp32 do, where it has a gradient. Syncs: there."""
-        if not call.is_tracked:
-            return
-        for tensor, value in zip(call.out, self._picking(call, picked) or [], strict=False):
-            mean = mean_row(call.inputs[0][1], value)
-            if tensor.shape == value.shape and share_off(tensor.detach() - mean, value.float() - mean) > _HALF:
-                self.amplified.tell(self._behind(call), site.step)
-
-    def _of_fp32(self, call: Call) -> dict[int, Tensor]:
-        return {id(t): ids for t in ids_in(call.given) if (ids := self._picked.get(t)) is not None}
-
-    def _behind(self, call: Call) -> Lint | None:
-        return self._picked_by.first(ids_in(call.given))
-
-    def _picking(self, call: Call, picked: dict[int, Tensor]) -> list[Tensor] | None:
-        """Run an op with the ids of fp32; None where they pick what is not there. Syncs: as the op does."""
-        try:
-            return rerun(call, call.given_with(picked))
-        except (RuntimeError, NotImplementedError, IndexError):
-            return None
-
     def end_step(self) -> None:
         """Let go of sums that are no more, and of constants that were added. Host only."""
         self._steps.clear()
@@ -337,11 +285,11 @@ class LintWatch:
             rows, dtype = event.full_rows, parse_dtype(event.outputs[0].dtype)
             self.add("masked-row", event.site, dtype, f"{rows} {plural('row', rows)}", float(rows), event.kernel)
 
-    def model(self, model: nn.Module, site: Site, in_region: bool, reference: ReferencePath) -> None:
+    def model(self, model: nn.Module, site: Site, in_region: bool) -> None:
         """Look over a model before it runs: buffers that must stay wide, weights that a region expects wide. Syncs: at buffers in 16 bit."""
         self.amplified.model(model)
-        for found in self._rest.enter(model, reference):
-            self.add("buffer-in-16-bit", site, found.dtype, found.what, found.value)
+        for found in self._rest.enter(model):
+            self.add("buffer-in-16-bit", site, *found)
         for name, buffer in model.named_buffers():
             if buffer.dtype in LOW_DTYPES and _KEEP_WIDE.search(name):
                 self.add("buffer-in-16-bit", site, buffer.dtype, f"buffer {name}", 0.0)
@@ -375,17 +323,6 @@ class LintWatch:
             self.add("loss-in-16-bit", site, loss.dtype, "the loss", float(loss.detach()))
         if self.has_fp16 and loss_scale == 1.0:
             self.add("no-loss-scale", site, torch.float16, "scaler" if self._is_scaled else "backward", loss_scale)
-
-
-def _in_places_of(call: Call, ids: Tensor, others: Tensor) -> Tensor:
-    """Return other ids; of topk, those that are in both in the places that they have in `ids`: the order of equals means nothing. Syncs: yes."""
-    if call.facts.name != "topk" or not ids.dim():
-        return others
-    dim, size = int(call.args[2]) if len(call.args) > 2 else -1, call.inputs[0][1].numel()
-    mine, new = (x.movedim(dim, -1) for x in (ids, others))
-    row = torch.arange(mine[..., 0].numel(), device=ids.device).view(mine.shape[:-1])[..., None] * size
-    is_kept, is_new = torch.isin(mine + row, new + row), ~torch.isin(new + row, mine + row)
-    return mine.masked_scatter(~is_kept, new[is_new]).movedim(-1, dim)
 
 
 def _counted(call: Call, low: Tensor) -> Tensor | None:

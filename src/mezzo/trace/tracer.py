@@ -131,7 +131,7 @@ class Trace:
             flushed=tuple(self._flushed.values()),
             forwards=self._forwards,
             inferences=self._inferences,
-            backwards=self._collector.backwards + self._backwards or int(self._collector.has_gone_backward),
+            backwards=self._backwards or int(self._collector.has_gone_backward),
             updates=self._updates,
             taken=frozenset(self._taken),
             skipped=self._collector.skipped,
@@ -166,6 +166,7 @@ class Trace:
 
     def _on_loss(self, loss: Tensor) -> None:
         self._was_loss_seen, self._begun = True, self._context.step
+        self._backwards += 1
         self._pending.differentiated(loss)
         if (value := plain(loss)) is not None:
             wide = None if amax(value) else self._collector.reference.get(value)
@@ -202,8 +203,7 @@ class Trace:
             self._forwards += torch.is_grad_enabled()
             self._inferences += not torch.is_grad_enabled()
         with self._collector.aside():
-            site, reference = self._context.site("call"), self._collector.reference
-            self._collector.lints.model(module, site, _in_region(module), reference)
+            self._collector.lints.model(module, self._context.site("call"), _in_region(module))
             if autograd_node() is None:
                 self._collector.states.enter(module)
         self._hook_gradients(*module.parameters(), *(t for _, t in self._context.modules.inputs))
@@ -247,7 +247,7 @@ class Trace:
             is_bad = not is_finite(gradient)
         self._on_flushed(parameter, gradient)
         if is_bad:
-            self._collector.sink("gradient", name, gradient)
+            self._collector.reach(self._collector.sink_of("gradient", name, gradient))
 
     def _on_output(self, module: nn.Module, place: Place, output: Any) -> None:
         if autograd_node() is not None:
@@ -268,10 +268,10 @@ class Trace:
                 # what still leads to a loss is judged there
                 self._pending.add(tensor, self._collector.sink_of("output", name, tensor))
         for name, buffer in buffers:
-            self._collector.sink("buffer", name, buffer)
+            self._collector.reach(self._collector.sink_of("buffer", name, buffer))
         for name, tensor, grad in outputs:
             if not grad:
-                self._collector.sink("output", name, tensor)
+                self._collector.reach(self._collector.sink_of("output", name, tensor))
 
     def _size(self, kind: Any, name: str, cls: str, key: int, tensor: Tensor, root: str = "") -> None:
         call = self._calls.get((key, self._context.step), 0)
@@ -326,7 +326,7 @@ class Trace:
             self._collector.updates.end(optimizer, names, site)
             bad = [(p, v) for p in params if (v := plain(p)) is not None and not is_finite(v)]
         for p, values in bad:
-            self._collector.sink("parameter", names[id(p)], values)
+            self._collector.reach(self._collector.sink_of("parameter", names[id(p)], values))
         self._updates += 1
         self._taken.add(self._context.step)
         self._collector.end_step()
