@@ -31,7 +31,7 @@ from .measure import (
     tensor_facts,
     wide_results,
 )
-from .ops import FACTORS, Call, op_facts, plain
+from .ops import FACTORIZATIONS, Call, op_facts, plain
 from .records import Event, EventKind, Sink, SinkKind, Site
 from .reference_path import Fp64Reference, ReferencePath
 from .replaced_states import ReplacedStates
@@ -84,7 +84,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         self._counts: StorageNotes[bool] = StorageNotes()
         self._scalars: StorageNotes[Causes] = StorageNotes()
         self.ops = self.skipped = 0
-        self._was_updated = self._has_scaled_grads = self.has_gone_backward = False
+        self._was_updated = self.has_gone_backward = False
         self._factored: tuple[Call, Site] | None = None
         self._stop_with: BaseException | None = None
         self._stops_left, self._reached_step = 0, -1
@@ -124,7 +124,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         with self.alone():
             self._check_results(call, site)
             self._reads.see(call, out)
-        self._factored = (call, site) if facts.name in FACTORS else self._factored
+        self._factored = (call, site) if facts.name in FACTORIZATIONS else self._factored
         return out
 
     def before_parts(self, func: OpOverload[Any, Any], args: tuple[Any, ...]) -> None:
@@ -138,7 +138,6 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         raise reason
 
     def _on_scaler(self, op: str) -> None:
-        self._has_scaled_grads = False
         self.lints.unscale()
         if op == "amp_update_scale":
             self.skipped += not self._was_updated
@@ -221,8 +220,6 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         for watch in (self.updates, self.replaced):
             watch.see(call, site, self.context.name_of)
         self.states.see(call, site)
-        if self._has_scaled_grads and not site.root and site.phase == "forward":
-            self.lints.clip(site, self.context.loss_scale)
 
     def _propagate(self, call: Call, site: Site, bad: list[Tensor]) -> None:
         asked = (s for s in call.inputs if bad or self._causes.get(call.original(s[1])) is not None)
@@ -384,7 +381,6 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
 
     def _on_loss(self, loss: Tensor, site: Site) -> None:
         self.context.enter_backward(loss)
-        self._has_scaled_grads = self.context.loss_scale > 1
         self.lints.loss(loss, site, self.context.loss_scale, self.context.names.backward_dtype)
         with self.aside():
             self._told_loss(loss)

@@ -13,14 +13,16 @@ from torch import Tensor
 
 from .._torch import node_number, tree_leaves
 from .measure import any_nan, is_finite, numbers, rerun, sanitised
-from .ops import FACTORS, Call
+from .ops import FACTORIZATIONS, Call
 from .records import Event, Frame, Sink, Site
 from .wide_values import StorageNotes
 
 _COMPARES = frozenset({
     "eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isneginf", "isposinf", "isfinite", "isclose", "signbit",
 })  # fmt: skip
-_COMBINES = _COMPARES | FACTORS | {
+_ASKS = _COMPARES | FACTORIZATIONS
+"""Ops that answer a question about what they are given."""
+_COMBINES = _ASKS | {
     "to", "sum", "mean", "all", "any", "logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and",
     "bitwise_or", "bitwise_not", "is_any_true", "is_all_true", "mul", "add", "max", "amax", "min", "amin", "count_nonzero", "stack", "cat", "rsub",
 }  # fmt: skip
@@ -86,10 +88,10 @@ class HostReads:
             return
         given = [t for t in tree_leaves(call.given) if _is_strided(t)]
         found = [r for t in given if (r := self._answers.get(t)) is not None]
-        if call.facts.name in _COMPARES or call.facts.name in FACTORS:
+        if call.facts.name in _ASKS:
             found += self._reads(given)
         for tensor in tree_leaves(out):
-            if not _is_strided(tensor) or (call.facts.name in FACTORS and tensor.is_floating_point()):
+            if not _is_strided(tensor) or (call.facts.name in FACTORIZATIONS and tensor.is_floating_point()):
                 continue
             if found:
                 causes = frozenset().union(*(r.causes for r in found))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..formats import format_of, parse_dtype
 from ..policy import ModuleRule, Rule, known_ops, write_module_rule, write_op_rule
-from .ops import CASTS, FACTORS, plain_name
+from .ops import CASTS, FACTORIZATIONS, plain_name
 from .records import Event, Site
 from .replacement import bound
 from .verdict import LOW_NAMES, Verdict, call_at, narrow_dtype, number
@@ -192,7 +192,7 @@ def _is_slope_too_large(event: Event, top: float, loss: float) -> bool:
 
 def _fix_underflow(event: Event) -> Fix:
     flush, cast = event.flush, _narrowed_by_hand(event)
-    if cast is not None and event.site.op not in FACTORS:
+    if cast is not None and event.site.op not in FACTORIZATIONS:
         line = cast.user or cast.library
         if event.leaf:
             return Fix(advice=f"no rule brings back what {cast.called}() rounds at {line}: hold {event.leaf} before that cast and put it back in fp32 behind "
@@ -204,7 +204,7 @@ def _fix_underflow(event: Event) -> Fix:
     edit = _edits(event.followers or sites)
     bounded = f"bound the argument of {event.site.op} away from where it has no value"
     advice = f"or {bounded if event.is_local_enough or not event.replacement else f'write {event.replacement}'}."
-    if event.site.op in FACTORS:
+    if event.site.op in FACTORIZATIONS:
         tried = "".join(f"{site.op} in fp32 on these values: finite" for site in event.followers)
         advice = "make the matrix in fp32, of numbers that were never 16 bit; or add a larger multiple of the identity."
         return Fix(edit=edit if tried else "", advice=advice, tried=tried)

@@ -26,7 +26,7 @@ _FLAT = frozenset({
     "log_sigmoid", "exp", "gelu", "silu", "elu", "grid_sampler_2d", "grid_sampler_3d",
 })  # fmt: skip
 """Ops whose slope is 0 everywhere or far out; a mask or a factor of 0 is written on purpose."""
-_STEPS = frozenset({"sign", "sgn", "round", "floor", "ceil", "trunc", "fix"})
+_PIECEWISE_CONSTANT = frozenset({"sign", "sgn", "round", "floor", "ceil", "trunc", "fix"})
 """Those whose slope is 0 everywhere: no training ends there, as a margin that is kept by all rows ends in a clamp."""
 _LEAST = {
     "scaled-step": 1,
@@ -121,7 +121,7 @@ class IdleSteps:
                 self._left[id(parameter)] = optimizer, now
         is_zero = not top and zeroed_at is not None and parameter.dim() > 1
         first, *_, times = self._since.pop(id(parameter), (zeroed_at, 0))
-        if is_zero and first and zeroed_at and zeroed_at.op in _STEPS:
+        if is_zero and first and zeroed_at and zeroed_at.op in _PIECEWISE_CONSTANT:
             self._since[id(parameter)] = first, name, times + 1
         if constant is not None:
             self._count("zero-gradients", id(parameter), constant, f"{name}{OF_ONE}", is_idle=True)

@@ -70,7 +70,6 @@ class LintWatch:
 
     Attributes:
         of_risks: whether what may lose numbers counts too where it did not: a loss in 16 bit, the eps that torch's normalize fills in.
-        has_fp16: whether a forward op gave fp16.
         scale: what a scaler of torch's multiplied the last loss by, until gradients are unscaled; 1 before and after.
     """
 
@@ -78,10 +77,9 @@ class LintWatch:
         self._reference, self._name_of = reference, name_of
         self.of_risks = False
         self._found: dict[tuple[object, ...], Lint] = {}
-        self._counts: dict[LintRule, int] = {}
-        self.has_fp16 = self._has_scaler = self._is_scaled = False
+        self._has_fp16 = self._has_scaler = self._is_scaled = self._has_scaled_grads = False
         self.scale = self._factor = 1.0
-        self._clipped: tuple[Site, float] | None = None
+        self._clipped: Site | None = None
         self._sums: StorageNotes[_RunningSum] = StorageNotes()
         self._one_plus_lost: StorageNotes[float] = StorageNotes()
         self._steps: set[float] = set()
@@ -102,8 +100,7 @@ class LintWatch:
     def add(self, rule: LintRule, site: Site, dtype: torch.dtype, what: str, value: float, kernel: str = "") -> None:
         """Note a broken rule, once for each line and op."""
         key = (rule, str(site.frame), site.module, kernel, "" if kernel else what)
-        if key not in self._found and self._counts.get(rule, 0) < _MOST:
-            self._counts[rule] = self._counts.get(rule, 0) + 1
+        if key not in self._found and sum(x.rule == rule for x in self._found.values()) < _MOST:
             name = dtype_name(dtype)
             self._found[key] = Lint(rule=rule, site=site, kernel=kernel, dtype=name, what=what, value=value)
 
@@ -113,6 +110,8 @@ class LintWatch:
         if call.facts.name == "mul" and not site.root and site.phase == "forward" and not self._has_scaler:
             self._has_scaler = is_called_from(_SCALER)
             self._is_scaled = self._is_scaled or self._has_scaler or is_called_from(_OWN_SCALER)
+        if self._has_scaled_grads and not site.root and site.phase == "forward":
+            self._clip(site)
         if call.facts.name == "to" and call.inputs and not call.out and call.returned.dtype is not torch.bool:
             self._ids(call)
         if site.phase == "backward" and call.facts.name in _BOUNDS:
@@ -128,7 +127,7 @@ class LintWatch:
         if low is None:
             return
         if site.phase == "forward":
-            self.has_fp16 = self.has_fp16 or (low.dtype is torch.float16 and len(call.inputs) > 0)
+            self._has_fp16 = self._has_fp16 or (low.dtype is torch.float16 and len(call.inputs) > 0)
             self._integers(call, site, low)
             self._squares(call, site, low)
             self._accumulator(call, site, low)
@@ -192,7 +191,7 @@ class LintWatch:
         """Look at a bound that a hook, or a backward of the program's own, puts on its gradient; one near the loss scale is meant."""
         bound = max([abs(a) for a in (*call.args, *call.kwargs.values()) if isinstance(a, int | float)], default=0.0)
         # else a weight of the loss
-        is_scale = self.has_fp16 and self._factor >= 256 and math.frexp(self._factor)[0] == 0.5
+        is_scale = self._has_fp16 and self._factor >= 256 and math.frexp(self._factor)[0] == 0.5
         if not (is_scale and 0 < bound < math.sqrt(self._factor) and call.inputs):
             return
         given = call.inputs[0][1]
@@ -298,30 +297,29 @@ class LintWatch:
             what = f"{len(low)} trainable parameters, {low[0][0]} first"
             self.add("half-weights-in-region", site, low[0][1].dtype, what, float(len(low)))
 
-    def clip(self, site: Site, loss_scale: float) -> None:
+    def _clip(self, site: Site) -> None:
         """Take in an op between a backward that was scaled and the unscaling; a bound that carries the scale too is meant. Syncs: no."""
         bound = argument_of(_CLIPS, "max_norm", "clip_value")
-        if bound is not None and bound < loss_scale and self._clipped is None:
-            self._clipped = site, loss_scale
+        if bound is not None and bound < self._factor and self._clipped is None:
+            self._clipped = site
 
     def unscale(self) -> None:
         """Note that gradients were unscaled, and clipped before it, if they were."""
-        self.scale = 1.0
+        self.scale, self._has_scaled_grads = 1.0, False
         if self._clipped is not None:
-            site, scale = self._clipped
-            self.add("clip-before-unscale", site, torch.float32, "gradients", scale)
+            self.add("clip-before-unscale", self._clipped, torch.float32, "gradients", self._factor)
             self._clipped = None
 
     def loss(self, loss: Tensor, site: Site, loss_scale: float, region: torch.dtype | None) -> None:
         """Look at the tensor backward starts from, and at the region it starts in. Syncs: where it is 16 bit."""
-        self._clipped, self._factor = None, loss_scale
+        self._clipped, self._factor, self._has_scaled_grads = None, loss_scale, loss_scale > 1
         self.amplified.loss(loss, site.step, self.of_risks)
         self.scale = loss_scale if self._has_scaler else 1.0
         if region is not None and self.of_risks:
             self.add("backward-in-region", site, region, "backward", 0.0)
         if loss.dtype in LOW_DTYPES and self.of_risks:
             self.add("loss-in-16-bit", site, loss.dtype, "the loss", float(loss.detach()))
-        if self.has_fp16 and loss_scale == 1.0:
+        if self._has_fp16 and loss_scale == 1.0:
             self.add("no-loss-scale", site, torch.float16, "scaler" if self._is_scaled else "backward", loss_scale)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import random_state
 from .._torch import tree_leaves, tree_map, without_autocast
 from ..formats import dtype_name, widest
-from .ops import FACTORS, SOFTMAX_LIKE, Call, Given, is_collective, is_plain, results
+from .ops import FACTORIZATIONS, SOFTMAX_LIKE, Call, Given, is_collective, is_plain, results
 from .records import TensorFacts, Wide
 
 _WIDE = (torch.float32, torch.float64)
@@ -113,7 +113,9 @@ def rerun(call: Call, given: Given | None = None) -> list[Tensor]:
     with torch.no_grad(), without_autocast(), random_state.kept() if facts.draws else nullcontext():
         out = call.func(*args, **kwargs)
     found = results(facts, args, kwargs, out)
-    return [torch.full_like(t, math.nan) for t in found] if facts.name in FACTORS and bool(out[-1].any()) else found
+    return (
+        [torch.full_like(t, math.nan) for t in found] if facts.name in FACTORIZATIONS and bool(out[-1].any()) else found
+    )
 
 
 def _clone(value: Any) -> Any:

@@ -38,7 +38,7 @@ _OVERWRITES = {
 _HIDDEN_WRITES = ("running_mean", "running_var")
 CASTS = ("to", "bfloat16", "half", "type", "type_as", "tensor", "new_tensor")
 """Calls by which a program itself narrows a value."""
-FACTORS = frozenset({"linalg_cholesky", "linalg_inv", "linalg_lu_factor", "linalg_ldl_factor", "linalg_solve"})
+FACTORIZATIONS = frozenset({"linalg_cholesky", "linalg_inv", "linalg_lu_factor", "linalg_ldl_factor", "linalg_solve"})
 """Ops that say by a whole number, their last result, whether they could do what they were asked."""
 SOFTMAX_LIKE = frozenset({"softmax", "log_softmax", "logsumexp", "scaled_dot_product_attention"})
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..formats import LOW_DTYPES, dtype_name, format_of, widened
 from .measure import amax, is_finite, numbers, rerun_wide, sanitised
-from .ops import CASTS, FACTORS, Call, is_product
+from .ops import CASTS, FACTORIZATIONS, Call, is_product
 from .records import Flush, Site, Wide
 from .wide_values import StorageNotes, Widening, WideValues, forget_results, is_repaired, run_in_fp32
 
@@ -209,7 +209,7 @@ class ReferencePath:
         """
         made = list(self.inside)
         widening = Widening(made) if made and made[-1][1] is call else None
-        if call.facts.name in FACTORS:
+        if call.facts.name in FACTORIZATIONS:
             return (() if widening is None else widening.one_op()), False
         reference, flush = judged
         if flush is not None or reference is None or not reference.is_finite or any(w.is_finite for w in alone):

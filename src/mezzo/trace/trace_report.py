@@ -20,7 +20,7 @@ Answer = Literal["faulty", "healthy", "not enough seen"]
 _SHOWN = 5
 _TOO_HIGH = " The loss scale was too high for a step, as happens while a scaler finds its level."
 _MARGIN = 4
-_POINTS = 64
+_LINES = 64
 _SHOWN_ZEROS = 0.05
 
 
@@ -252,7 +252,7 @@ def _window(file: str, notes: dict[int, list[str]], faults: list[Frame]) -> list
     marked = {f.line for f in faults if f.file == file}
     centres = marked or set(notes)
     wanted = {n for c in centres for n in range(c - _MARGIN, c + _MARGIN + 1)} if marked else centres
-    numbers = [n for n in sorted(wanted) if n > 0][:_POINTS]
+    numbers = [n for n in sorted(wanted) if n > 0][:_LINES]
     texts = textwrap.dedent("".join(linecache.getline(file, n).rstrip() + "\n" for n in numbers)).split("\n")
     return [
         (n, text, "\n".join(notes.get(n, ())), n in marked)

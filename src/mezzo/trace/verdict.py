@@ -9,13 +9,13 @@ import torch
 
 from ..errors import plural
 from ..formats import LOW_DTYPES, dtype_name, format_of, parse_dtype
-from .ops import FACTORS, plain_name
+from .ops import FACTORIZATIONS, plain_name
 from .records import Event, Wide
 
 Verdict = Literal[
     "overflow", "underflow", "singularity", "loss-scale", "inherited", "exploding", "vanishing", "lost-update",
     "clip-before-unscale", "scaled-step", "zero-learning-rate", "cleared-gradients", "zero-gradients", "exploding-step",
-    "exploding-loop", "uncleared-gradients", "no-gradients",
+    "exploding-loop", "uncleared-gradients", "no-gradients", "ids-in-16-bit",
 ]  # fmt: skip
 """Kinds of fault.
 
@@ -63,7 +63,7 @@ def verdict_of(event: Event) -> tuple[Verdict, str]:
     finite = next((w for w in event.wide if w.is_finite), None)
     if finite is None:
         return _never_finite(event)
-    if event.site.op in FACTORS and event.outputs[0].dtype not in LOW_NAMES:
+    if event.site.op in FACTORIZATIONS and event.outputs[0].dtype not in LOW_NAMES:
         return "singularity", (
             f"the matrix has no factors in {event.outputs[0].dtype}, to whose rounding it is singular; in {finite.dtype} it has."
         )
