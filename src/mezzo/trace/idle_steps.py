@@ -77,10 +77,9 @@ class IdleSteps:
         self._clearings: Counter[int] = Counter()
         self._events = 0
         self._is_cleared: bool | None = None
-        self._ops = -1
+        self._ops, self._has_gradients = 0, False
         self._is_unreached = False
-        self._sizes: dict[torch.optim.Optimizer, tuple[float, float]] = {}
-        self._largest: dict[torch.optim.Optimizer, float] = {}
+        self._sizes: dict[torch.optim.Optimizer, tuple[float, float, float]] = {}  # at first, before a step, at most
         self._first_losses: dict[torch.optim.Optimizer, float] = {}
         self._losses: list[float] = []
         self._blown_up: dict[object, int] = {}
@@ -157,14 +156,15 @@ class IdleSteps:
         self._is_cleared = False
         if is_empty:  # None where it cannot be told: nothing arrived
             self._is_cleared = arrived < self._cleared[0] if arrived else None
-        self._ops = -1 if found else ops
+        self._ops, self._has_gradients = ops, bool(found)
         self._is_unreached = is_empty and not found and not arrived
         if self._is_sum.get(optimizer):
             left = [(self._stamp(p), self._left[id(p)][1]) for p in parameters(optimizer) if id(p) in self._left]
             self._is_sum[optimizer] = any(now[::2] == then[::2] for now, then in left)
         size = _size_of(optimizer)
         self._first_losses.setdefault(optimizer, max(self._losses, default=math.inf))
-        self._sizes[optimizer] = self._sizes.get(optimizer, (size, size))[0], size
+        start, _, largest = self._sizes.get(optimizer, (size, size, 0.0))
+        self._sizes[optimizer] = start, size, largest
         # divided by hand, they are no longer what came
         as_came = all(g is not None and amax(g) == self._tops.get(key) for key, g in grads.items())
         self._scale = scale if as_came and not has_closure and not is_empty else 1.0
@@ -186,9 +186,8 @@ class IdleSteps:
         kept = next((p for p in parameters(optimizer) if self._stamp(p)[0]), None)
         if kept is not None:
             self._left[id(kept)] = optimizer, self._stamp(kept)
-        size, (start, before) = _size_of(optimizer), self._sizes[optimizer]
-        self._sizes[optimizer] = start, size
-        self._largest[optimizer] = max(size, self._largest.get(optimizer, 0.0))
+        size, (start, before, largest) = _size_of(optimizer), self._sizes[optimizer]
+        self._sizes[optimizer] = start, size, max(size, largest)
         is_blown_up = 0 < before and max(_LARGE, _LEAST["exploding-step"] * before) < size < math.inf
         if is_blown_up and optimizer not in self._blown_up:
             self._blown_up[optimizer] = len(self._losses)
@@ -197,11 +196,11 @@ class IdleSteps:
             self._idle.setdefault(("scaled-step", optimizer), (site, name, round(self._scale)))
         first, steps = self._steps.get(optimizer, (site, 0))
         self._steps[optimizer] = first, steps + 1
-        what = f"the parameters of {name}"
-        self._count("no-gradients", optimizer, site, what, self._is_unreached and self._ops == ops)
+        what, is_silent = f"the parameters of {name}", self._ops == ops
+        self._count("no-gradients", optimizer, site, what, self._is_unreached and is_silent)
         if self._is_cleared is not None and (cleared := self._cleared[1] or site):
             # an optimizer that computes without gradients has them from elsewhere
-            is_idle = self._is_cleared and self._ops in (-1, ops)
+            is_idle = self._is_cleared and (self._has_gradients or is_silent)
             self._count("cleared-gradients", optimizer, cleared, f"{name}.step ({short_line(site.frame)})", is_idle)
 
     def _count(self, rule: LintRule, owner: object, site: Site, what: str, is_idle: bool) -> None:
@@ -235,7 +234,7 @@ class IdleSteps:
             return
         last = sorted(self._losses[-_FEW:])[_FEW // 2]
         for optimizer, (site, steps) in self._steps.items():
-            start, size, first = self._sizes[optimizer][0], self._largest[optimizer], self._first_losses[optimizer]
+            (start, _, size), first = self._sizes[optimizer], self._first_losses[optimizer]
             has_grown = max(_LARGE, _GROWN * start) < size < math.inf and _DIVERGED * first < last < math.inf
             if start and has_grown and ("exploding-step", optimizer) not in self._idle:
                 what = f"{steps} steps of {type(optimizer).__name__}, in which the loss grew from {number(first)} to {number(last)},"
