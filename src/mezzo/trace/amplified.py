@@ -58,13 +58,12 @@ class Amplified:
 
     What layers round, products with weights, is not counted, unless a layer's rows lie closer together than 16-bit numbers: an op is named where its result is right once all between the last of
     them, or the input, and it runs in fp32, as it does beside the run.
-
-    Attributes:
-        found: by line and kernel, where and how far off, and in which steps.
     """
 
     def __init__(self) -> None:
-        self.found: dict[tuple[str, str], tuple[Lint, set[int]]] = {}
+        self._found: dict[
+            tuple[str, str], tuple[Lint, set[int]]
+        ] = {}  # by line and kernel, with the steps that felt it
         self._steps: set[int] = set()
         self._errors: StorageNotes[_Error] = StorageNotes()
         self._local = WideValues()
@@ -121,9 +120,9 @@ class Amplified:
     def _maker(self, call: Call, site: Site, *, is_wrong: bool = True) -> Site:
         """Return where what is wrong in a result was made: before, if the op only moves it, or reads it as wrong as that. Syncs: if it is wrong."""
         is_moved = call.facts.name in _MOVES and len(call.inputs) == 1
-        for tensor, error in ((t, self._errors.get(call.original(t))) for _, t in call.inputs):
-            right = self._local.get(call.original(tensor)) if is_wrong and error else None
-            if error and (is_moved or (right is not None and share_off(tensor, right) > _WRONG)):
+        for tensor, error in self._errors.read_by(call):
+            right = self._local.get(call.original(tensor)) if is_wrong else None
+            if is_moved or (right is not None and share_off(tensor, right) > _WRONG):
                 return error.maker
         return site
 
@@ -144,13 +143,13 @@ class Amplified:
 
     def lasting(self) -> list[Lint]:
         """Return what came in half of the steps or more: what is left where a loss is met is rounding. Host only."""
-        found = [lint for lint, steps in self.found.values() if 2 * len(steps) >= len(self._steps)]
+        found = [lint for lint, steps in self._found.values() if 2 * len(steps) >= len(self._steps)]
         return sorted(found, key=lambda x: -x.value)
 
     def end_step(self) -> None:
         """Let go of what is no more; what was made before the loop is still what it was. Host only."""
         for notes in (self._local.notes, self._errors):
-            notes.drop_except(StorageNotes())
+            notes.drop_gone()
 
     def local(self, call: Call) -> dict[int, Tensor]:
         """Return what an op would be given if all since the last layers ran in fp32, by the id of what it read. Syncs: no."""
@@ -159,7 +158,7 @@ class Amplified:
     def tell(self, lint: Lint | None, *steps: int) -> None:
         """Take note of what a gradient felt in some steps. Host only."""
         assert lint is not None  # where it is called
-        self.found.setdefault((str(lint.site.frame), lint.kernel), (lint, set()))[1].update(steps)
+        self._found.setdefault((str(lint.site.frame), lint.kernel), (lint, set()))[1].update(steps)
 
 
 class RoundedIndices:

@@ -27,14 +27,13 @@ class FlushWatch:
     """Follows gradients in fp32 (`wide`) from the op that flushed them to the parameter that gets 0."""
 
     def __init__(self) -> None:
-        self.wide = WideValues()
-        self._flushes: StorageNotes[tuple[Flush, float]] = StorageNotes()
-        self._zeros: StorageNotes[Site] = StorageNotes()
         self.constants = ConstantOps()
+        self.clear()
 
     def clear(self) -> None:
         """Start anew, for another step."""
-        self.wide, self._flushes, self._zeros = WideValues(), StorageNotes(), StorageNotes()
+        self.wide, self._flushes = WideValues(), StorageNotes[tuple[Flush, float]]()
+        self._zeros = StorageNotes[Site]()
 
     def see(self, call: Call, site: Site, tops: list[float]) -> None:
         """Take in one op of backward. Syncs: yes."""

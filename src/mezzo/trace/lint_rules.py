@@ -276,7 +276,7 @@ class LintWatch:
         """Let go of sums that are no more, and of constants that were added. Host only."""
         self._steps.clear()
         self.amplified.end_step()
-        self._sums.drop_except(StorageNotes())
+        self._sums.drop_gone()
 
     def softmax(self, event: Event) -> None:
         """Note rows of a softmax with nothing left in them, whose NaN arrived somewhere."""

@@ -104,7 +104,7 @@ class ReferencePath:
         What was made once, as a schedule or a mask before the loop, is still what its fp32 values say.
         """
         for notes in (self._wide.notes, self._local.notes, self._flushes, self._makers):
-            notes.drop_except(self._written)
+            notes.drop_gone(self._written)
         self._written, self._tape = StorageNotes(), []
 
     def see(self, call: Call, site: Site) -> list[Tensor] | None:
@@ -137,7 +137,7 @@ class ReferencePath:
                 self._flushes.forget(tensor)
             self._wide.put(tensor, value)
             if tensor.dtype in LOW_DTYPES or call.facts.name == "to":
-                self._note_maker(call, site, i, wide if not known else local)
+                self._note_maker(call, site, i, local)
         return wide
 
     def _flush(
@@ -207,23 +207,20 @@ class ReferencePath:
         Of the op that failed, `saved` is what its forward op was given, if it is one of backward; `judged` is what `judge` returned, and
         `alone` the op in wider formats on what it was given, finite where it overflowed. Syncs: yes.
         """
-        made = list(self.inside)
-        widening = Widening(made) if made and made[-1][1] is call else None
+        made = list(self.inside) if self.inside and self.inside[-1][1] is call else []
+        widening = Widening(made)
         if call.facts.name in FACTORIZATIONS:
-            return (() if widening is None else widening.one_op()), False
+            return widening.one_op(), False
         reference, flush = judged
         if flush is not None or reference is None or not reference.is_finite or any(w.is_finite for w in alone):
             return (), False
-        tried = () if widening is None else widening.some_ops()
-        inside = () if widening is None else tuple(site for site, _ in made)
-        return tried or self._makers_of(call, saved, inside), bool(tried)
-
-    def _makers_of(self, call: Call, saved: Iterable[Tensor], inside: tuple[Site, ...]) -> tuple[Site, ...]:
-        """Return what made an argument that rounding moved: the program's own cast, what fed the module, the module's ops. Syncs: yes."""
-        given = (*call.originals, *saved)
-        own = [maker for t in given if (maker := self._makers.get(t)) is not None]
+        if tried := widening.some_ops():
+            return tried, True
+        # what made the argument that rounding moved: the program's own cast, what fed the module, the module's ops
+        own = [maker for t in (*call.originals, *saved) if (maker := self._makers.get(t)) is not None]
         fed = [] if any(m.site.op == "to" for m in own) else self._run_inside()[0]
-        return tuple(dict.fromkeys((*(m.site for m in (*fed, *own)), *inside)))
+        sites = (*(m.site for m in (*fed, *own)), *(site for site, _ in made))
+        return tuple(dict.fromkeys(sites)), False
 
     def is_local_enough(self, call: Call) -> bool:
         """Say whether an op is finite once the ops that made its operands ran in fp32 on what they were given. Syncs: yes."""
@@ -234,7 +231,7 @@ class ReferencePath:
         """Keep the ops of the autograd node that runs; its forward's values are what they are judged with."""
         if node is not self._node:
             self._node, self._tape = node, []
-        if node is not None and len(self._wide):
+        if node is not None and len(self._wide.notes):
             self._tape.append(call)
 
     def judge(self, call: Call, wide: list[Tensor] | None) -> tuple[Wide | None, Flush | None]:

@@ -95,8 +95,7 @@ class ReplacedStates:
 
     def _after(self, last: _Descent, out: Tensor, site: Site) -> int:
         """Return how often in a row a line did not move what it replaces; name that where it is often enough. Syncs: yes."""
-        if last.before is None or last.wide is None or last.larger is None:
-            return 0
+        assert last.before is not None and last.wide is not None and last.larger is not None  # since it was followed
         counts = counts_kept_whole(out.detach(), last.before, last.wide, last.larger)
         times = row_after(last.times, counts)
         # results of one step may be those of layers

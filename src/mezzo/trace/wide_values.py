@@ -40,9 +40,6 @@ class WideValues:
     def __init__(self) -> None:
         self.notes: StorageNotes[tuple[int, Tensor]] = StorageNotes()
 
-    def __len__(self) -> int:
-        return len(self.notes)
-
     def get(self, tensor: Tensor) -> Tensor | None:
         """Return the wide values where a tensor lies; None where nothing is known. Syncs: no."""
         found = self.notes.get(tensor)
@@ -122,7 +119,7 @@ class StorageNotes(Generic[T]):
         ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch's own
         self._notes[ref.cdata] = (ref, value)
         if len(self._notes) > self._limit:
-            self._notes = {k: v for k, v in self._notes.items() if not _is_gone(v[0])}
+            self.drop_gone()
             self._limit = max(256, 2 * len(self._notes))
 
     def forget(self, tensor: Tensor) -> None:
@@ -130,9 +127,10 @@ class StorageNotes(Generic[T]):
         if self._notes:
             self._notes.pop(storage_id(tensor), None)
 
-    def drop_except(self, others: StorageNotes[Any]) -> None:
-        """Keep the notes on memory that is still in use and that `others` has none on."""
-        self._notes = {k: v for k, v in self._notes.items() if k not in others._notes and not _is_gone(v[0])}
+    def drop_gone(self, others: StorageNotes[Any] | None = None) -> None:
+        """Drop the notes on memory that is no more in use, or that `others` has one on."""
+        written = others._notes if others is not None else {}
+        self._notes = {k: v for k, v in self._notes.items() if k not in written and not _is_gone(v[0])}
 
     def live(self) -> list[T]:
         """Return the notes on memory that is still in use."""
