@@ -60,7 +60,8 @@ class Amplified:
     them, or the input, and it runs in fp32, as it does beside the run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reference: ReferencePath) -> None:
+        self._reference = reference
         self._found: dict[
             tuple[str, str], tuple[Lint, set[int]]
         ] = {}  # by line and kernel, with the steps that felt it
@@ -75,8 +76,8 @@ class Amplified:
             if weight.requires_grad and (values := plain(weight)) is not None:
                 self._weights.note(values, True)
 
-    def see(self, call: Call, site: Site, wide: list[Tensor] | None, dtype: torch.dtype) -> None:
-        """Take in one op and its results in an fp32 run, and the 16-bit format met last. Syncs: where they are known."""
+    def see(self, call: Call, site: Site, wide: list[Tensor] | None) -> None:
+        """Take in one op and its results in an fp32 run. Syncs: where they are known."""
         if wide is None or site.phase != "forward":
             forget_results(call, self._errors, self._local)
             return
@@ -109,7 +110,7 @@ class Amplified:
                 else:
                     lint = Lint(
                         rule="amplified-rounding", site=self._maker(call, site), kernel=call.facts.kernel,
-                        dtype=dtype_name(dtype), what=close, value=error.off,
+                        dtype=dtype_name(self._reference.low), what=close, value=error.off,
                     )  # fmt: skip
                     is_used = not _is_linear(call, None) and call.facts.name not in _LOGARITHMS
                     error = replace(error, lint=lint, is_used=is_used)

@@ -207,7 +207,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
     def _check_results(self, call: Call, site: Site) -> None:
         self.reference.enter_node(autograd_node(), call)
         self._carried = self.reference.see(call, site)
-        self.lints.amplified.see(call, site, self._carried, self.reference.low)
+        self.lints.amplified.see(call, site, self._carried)
         tops = [amax(t) for t in call.out]
         self.flushes.see(call, site, tops)
         bad = [t for t, top in zip(call.out, tops, strict=True) if not math.isfinite(top)]

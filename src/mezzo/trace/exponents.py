@@ -186,16 +186,16 @@ class LineWatch:
 
     def __init__(self, lints: LintWatch) -> None:
         self._ranges: dict[tuple[str, int, Phase], _Range] = {}
-        self._loops: dict[tuple[str, int, str], _Loop] = {}
+        self._loops: dict[tuple[str, str], _Loop] = {}
         self._modules: set[str] = set()
         self._step, self._lints = 0, lints
 
-    def _see_loop(self, site: Site, file: str, line: int, top: float) -> None:
+    def _see_loop(self, site: Site, top: float) -> None:
         if site.step != self._step:
             self._step, self._loops, self._modules = site.step, {}, set()
         self._modules.add(site.module)
         if math.isfinite(top):
-            self._loops.setdefault((file, line, site.op), _Loop(site, len(self._modules))).see(top)
+            self._loops.setdefault((str(site.frame), site.op), _Loop(site, len(self._modules))).see(top)
         elif (loop := next((x for x in self._loops.values() if x.explodes(len(self._modules))), None)) is not None:
             what = f"{loop.first:.3g} to {loop.last:.3g}"
             self._lints.add("exploding-loop", loop.site, torch.float32, what, loop.times)
@@ -205,7 +205,7 @@ class LineWatch:
         if site.frame is None or not out:
             return
         if site.phase == "forward":
-            self._see_loop(site, site.frame.file, site.frame.line, sum(tops))
+            self._see_loop(site, sum(tops))
         known = self._ranges.setdefault((site.frame.file, site.frame.line, site.phase), _Range())
         for tensor, top in zip(out, tops, strict=True):
             known.dtypes.add(dtype_name(tensor.dtype))

@@ -97,7 +97,7 @@ class IdleSteps:
         self._losses.append(size)
 
     def on_gradient(
-        self, parameter: Tensor, name: str, top: float, zeroed_at: Site | None, constant: Site | None = None
+        self, parameter: Tensor, name: str, top: float, zeroed_at: Site | None, constant: Site | None
     ) -> None:
         """Take note of a gradient, its largest magnitude, and the op that made it 0 throughout, or is constant. Syncs: no."""
         # where no weight of 0 makes it 0, a loss is at its minimum
@@ -118,15 +118,15 @@ class IdleSteps:
             self._is_sum[optimizer] = now == (left[0], left[1] + 1, left[2])
             if self._is_sum[optimizer]:  # another network's loss may have added it, before it is cleared
                 self._left[id(parameter)] = optimizer, now
-        is_zero = not top and zeroed_at is not None and parameter.dim() > 1
-        first, *_, times = self._since.pop(id(parameter), (zeroed_at, 0))
-        if is_zero and first and zeroed_at and zeroed_at.op in _PIECEWISE_CONSTANT:
-            self._since[id(parameter)] = first, name, times + 1
+        flat = None if top or parameter.dim() < 2 else zeroed_at
+        first, _, times = self._since.pop(id(parameter), (flat, name, 0))
+        if flat and flat.op in _PIECEWISE_CONSTANT:
+            self._since[id(parameter)] = first or flat, name, times + 1
         if constant is not None:
             self._count("zero-gradients", id(parameter), constant, f"{name}{OF_ONE}", is_idle=True)
         # a weight of 0 between others of 0 stays one
-        elif is_zero and zeroed_at and (zeroed_at.op in _FLAT or not amax(parameter)):
-            self._count("zero-gradients", id(parameter), zeroed_at, name, is_idle=True)
+        elif flat and (flat.op in _FLAT or not amax(parameter)):
+            self._count("zero-gradients", id(parameter), flat, name, is_idle=True)
         else:
             self._alive.add(id(parameter))
 

@@ -83,7 +83,7 @@ class LintWatch:
         self._sums: StorageNotes[_RunningSum] = StorageNotes()
         self._one_plus_lost: StorageNotes[float] = StorageNotes()
         self._steps: set[float] = set()
-        self._rest, self.amplified = BuffersAtRest(reference), Amplified()
+        self._rest, self.amplified = BuffersAtRest(reference), Amplified(reference)
         self.indices = RoundedIndices(self.amplified, reference)
 
     def records(self, *, has_flushed: bool = True) -> tuple[Lint, ...]:

@@ -205,14 +205,10 @@ class ModuleStack:
         """Whether no module's forward is running."""
         return not self._stack
 
-    def parameters(self) -> dict[int, str]:
-        """Return the names of the parameters that roots hold now, by their ids. Host only."""
-        return {id(p): uncompiled(name) for root in reversed(self.roots) for name, p in root.named_parameters()}
-
-    def trained(self) -> dict[int, str]:
-        """Return the names of those that are to have gradients, by their ids. Host only."""
-        wanted = {id(p) for root in self.roots for p in root.parameters() if p.requires_grad}
-        return {key: name for key, name in self.parameters().items() if key in wanted}
+    def parameters(self, *, only_trained: bool = False) -> dict[int, str]:
+        """Return the names of the parameters that roots hold now, or of those that are to have gradients, by their ids. Host only."""
+        held = (pair for root in reversed(self.roots) for pair in root.named_parameters())
+        return {id(p): uncompiled(name) for name, p in held if p.requires_grad or not only_trained}
 
     def parameter_name(self, parameter: Tensor) -> str:
         """Return a parameter's name in the first root that holds it; empty if none does. Syncs: no."""

@@ -147,6 +147,7 @@ class Event:
     """Non-finite values came into being, or into sight.
 
     Attributes:
+        index: its place among the events of the trace.
         kernel: the op that ran, as torch calls it.
         inputs: floating inputs, values before the op.
         outputs: floating results and written arguments.
@@ -245,9 +246,12 @@ class LostUpdate:
     """Updates of one 16-bit parameter that rounding swallowed in one optimizer step.
 
     Attributes:
+        name: of the parameter or state, or its shape where it has none.
+        dtype: short name of its format.
         optimizer: class name; "the program" or "the forward" where that updates it itself; empty for a state to which a forward adds.
         intended: elements whose update, computed in fp32, is not zero.
         lost: those of them whose stored value did not change.
+        site: what ran; of several ops alike in one step, the first.
     """
 
     name: str

@@ -117,7 +117,8 @@ class Trace:
     @property
     def record(self) -> TraceRecord:
         """What was seen so far."""
-        roots, unreached = self._context.modules.roots, self._idle.unreached(self._context.modules.trained())
+        modules = self._context.modules
+        roots, unreached = modules.roots, self._idle.unreached(modules.parameters(only_trained=True))
         has_flushed = not self._flushed or any(g.flushed for g in self._flushed.values())
         return TraceRecord(
             model=type(getattr(roots[0], "_orig_mod", roots[0])).__name__ if roots else "",
@@ -136,7 +137,7 @@ class Trace:
             taken=frozenset(self._taken),
             skipped=self._collector.skipped,
             ended=self._ended,
-            elsewhere=tuple(sorted(self._context.modules.elsewhere)),
+            elsewhere=tuple(sorted(modules.elsewhere)),
             unreached=tuple((name, self._collector.detached.line_of(key)) for key, name in unreached),
             first=self._first,
             steps=self._context.step + (self._begun == self._context.step),
