@@ -256,9 +256,9 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             )
         elif self._reached_step != self.context.step and is_bad_anyway(call):
             causes |= self._event(call, site, bad, "source", causes)
-        elif any_nan(bad) and not any_nan(t for _, t in sources):
-            causes = self._event(call, site, bad, "mixed", causes)
-        elif call.facts.name == "logsumexp" and full_rows(call):
+        elif (any_nan(bad) and not any_nan(t for _, t in sources)) or (
+            call.facts.name == "logsumexp" and full_rows(call)
+        ):
             causes = self._event(call, site, bad, "mixed", causes)
         for tensor in bad:
             older = self._causes.get(tensor) if call.facts.writes else None

@@ -202,7 +202,7 @@ def _of_event(record: TraceRecord, event: Event, sinks: list[Sink]) -> Finding:
         fix = Fix(advice=STUCK)
     elif growth:
         fix, why = Fix(advice=DIVERGED), f"{growth} {why}"
-    elif trend is not None and event.outputs[0].dtype == "fp16" and _is_held(record, site.step):
+    elif trend is not None and event.dtype == "fp16" and _is_held(record, site.step):
         fix = Fix(edit="compute=bf16", advice=GROWN)
     return _at(
         site,

@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..formats import format_of, parse_dtype
+from ..formats import FORMATS, parse_dtype
 from ..policy import ModuleRule, Rule, known_ops, write_module_rule, write_op_rule
 from .ops import CASTS, FACTORIZATIONS, plain_name
 from .records import Event, Site
 from .replacement import bound
-from .verdict import LOW_NAMES, Verdict, call_at, narrow_dtype, number
+from .verdict import LOW_NAMES, Verdict, call_at, number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +106,7 @@ def fix_for(verdict: Verdict, event: Event, loss: float = 0.0) -> Fix:
         return _fix_overflow(event, loss)
     if verdict in ("underflow", "singularity"):
         return _fix_underflow(event) if verdict == "underflow" else _fix_singularity(event)
-    if verdict == "exploding" and event.outputs[0].dtype == "fp16" and 0 < loss < math.inf:
+    if verdict == "exploding" and event.dtype == "fp16" and 0 < loss < math.inf:
         return Fix(
             edit="compute=bf16", advice=_LAYERS.replace("only delays it", "holds it, and only delays it if it grows on")
         )
@@ -122,7 +122,7 @@ def _narrowed_by_hand(event: Event) -> Site | None:
 def _fix_out_of_reach(event: Event) -> Fix:
     """Fix a loss of precision where no rule of a policy holds: the program has to widen what it computes there."""
     if event.site.op == "AccumulateGrad":
-        return Fix(advice=f"what several backward passes, or uses of a weight, leave is added up in {event.outputs[0].dtype}, the format of the weight: "
+        return Fix(advice=f"what several backward passes, or uses of a weight, leave is added up in {event.dtype}, the format of the weight: "
                     "divide each loss by the number of passes, lower a loss scale, or keep the weights in fp32.")  # fmt: skip
     flush = event.flush
     first = next((s for s in (*flush.made_by, flush.site) if not s.is_ruled), event.site) if flush else event.site
@@ -140,10 +140,9 @@ def _fused(event: Event) -> str:
 
 def _fix_update(event: Event) -> Fix:
     """Fix an optimizer that divides by a moment that is 0: no policy rule reaches its arithmetic."""
-    dtype = event.outputs[0].dtype
-    if dtype in LOW_NAMES:
-        return Fix(advice=f"the optimizer computes in {dtype}, the format of its weights, where its eps is 0: keep the "
-                    f"weights in fp32, or let mezzo.optim keep masters ({dtype}-master as the policy).")  # fmt: skip
+    if event.dtype in LOW_NAMES:
+        return Fix(advice=f"the optimizer computes in {event.dtype}, the format of its weights, where its eps is 0: keep the "
+                    f"weights in fp32, or let mezzo.optim keep masters ({event.dtype}-master as the policy).")  # fmt: skip
     return Fix(advice="give the optimizer an eps above 0, for example eps=1e-8.")
 
 
@@ -153,17 +152,17 @@ def _fix_overflow(event: Event, loss: float) -> Fix:
     is_lost_after = event.site.op == "to" or (is_fp32s and edit_of(event.site).startswith("op:"))
     if event.site.phase == "backward" and is_lost_after:
         low = "params=bf16" if any(t.dtype == "bf16" for t in event.inputs) else "compute=bf16"
-        return Fix(edit=low * (event.outputs[0].dtype == "fp16"), advice=f"the gradient is narrowed on its way out of {event.site.path}, because what "
+        return Fix(edit=low * (event.dtype == "fp16"), advice=f"the gradient is narrowed on its way out of {event.site.path}, because what "
                     "feeds it, the module or op before, is 16 bit: an fp32 rule on that repairs it too.")  # fmt: skip
-    wider = ", or use bf16, whose range is that of fp32" if event.outputs[0].dtype == "fp16" else ""
+    wider = ", or use bf16, whose range is that of fp32" if event.dtype == "fp16" else ""
     if _narrowed_by_hand(event) is event.site:
         return Fix(advice=f"no rule undoes what {event.site.called}() narrows at {event.site.user or event.site.library}: "
                     f"leave {event.leaf or 'the value'} in fp32 there{wider}.")  # fmt: skip
-    if event.outputs[0].dtype in LOW_NAMES and (widest is None or is_fp32s):
+    if event.dtype in LOW_NAMES and (widest is None or is_fp32s):
         edit = _edits([event.site, *event.followers])
         if widest is not None and edit.startswith("op:") and _is_slope_too_large(event, widest.amax, loss):
             return Fix(edit="compute=bf16", advice=f"{edit} makes the forward finite alone: the gradient of {event.site.op} is as large as its "
-                        f"{'factor' if event.site.op == 'mul' else 'result'}, which {event.outputs[0].dtype} does not hold; or bound the argument.")  # fmt: skip
+                        f"{'factor' if event.site.op == 'mul' else 'result'}, which {event.dtype} does not hold; or bound the argument.")  # fmt: skip
         return Fix(
             edit=edit,
             advice=f"what reads values this large needs fp32 too, up to the next normalisation{wider}, or scale the inputs down.",
@@ -184,7 +183,7 @@ _OWN_SLOPE = frozenset({"exp", "exp2", "expm1", "sinh", "cosh"})
 
 def _is_slope_too_large(event: Event, top: float, loss: float) -> bool:
     """Say whether the gradient of a function overflows where it was 16 bit: that of a sum, or of a mean over as many values as the format goes."""
-    limit = format_of(narrow_dtype(event)).max
+    limit = FORMATS[event.dtype].max
     if event.site.op == "mul":  # a gradient is multiplied by the other factor
         return event.tracked and max(t.amax for t in event.inputs) > limit
     return event.tracked and event.site.op in _OWN_SLOPE and (top > limit**2 or limit < loss < math.inf)
@@ -209,7 +208,7 @@ def _fix_underflow(event: Event) -> Fix:
         advice = "make the matrix in fp32, of numbers that were never 16 bit; or add a larger multiple of the identity."
         return Fix(edit=edit if tried else "", advice=advice, tried=tried)
     if flush is not None:
-        facts, constant = format_of(parse_dtype(flush.dtype)), flush.constant
+        facts, constant = FORMATS[flush.dtype], flush.constant
         advice = f"or bound the result of {flush.site.op} away from 0{_fused(event)}."
         if constant is not None:
             advice = f"or write a constant of at least {number(facts.tiny)}, the smallest normal {flush.dtype}."
@@ -252,7 +251,7 @@ def _cancelled(event: Event) -> str:
 
 
 def _singular_advice(event: Event) -> str:
-    eps = bound(narrow_dtype(event))
+    eps = bound(parse_dtype(event.dtype))
     is_forward = event.site.phase == "forward" or event.site.is_own
     names = [event.site.op.removeprefix("log_"), event.site.called] + [plain_name(event.kernel)] * is_forward
     if event.site.op == "div" and is_forward and ("other", 0.0) in event.offending and len(event.inputs) == 1:

@@ -281,7 +281,7 @@ class LintWatch:
     def softmax(self, event: Event) -> None:
         """Note rows of a softmax with nothing left in them, whose NaN arrived somewhere."""
         if event.full_rows and event.outputs[0].nan:
-            rows, dtype = event.full_rows, parse_dtype(event.outputs[0].dtype)
+            rows, dtype = event.full_rows, parse_dtype(event.dtype)
             self.add("masked-row", event.site, dtype, f"{rows} {plural('row', rows)}", float(rows), event.kernel)
 
     def model(self, model: nn.Module, site: Site, in_region: bool) -> None:

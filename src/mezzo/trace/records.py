@@ -188,6 +188,11 @@ class Event:
     is_local_enough: bool = False
     followers: tuple[Site, ...] = ()
 
+    @property
+    def dtype(self) -> str:
+        """Short name of the format of the result that went wrong."""
+        return self.outputs[0].dtype
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sink:
