@@ -79,8 +79,8 @@ def test_a_part_that_is_called_by_itself_has_its_name_in_the_model_that_holds_it
 
 
 def test_parts_that_are_called_one_by_one_are_looked_for_in_one_walk(monkeypatch: pytest.MonkeyPatch) -> None:
-    walks, walk = [], modules._living_modules
-    monkeypatch.setattr(modules, "_living_modules", lambda: walks.append(1) or walk())  # type: ignore[func-returns-value]
+    walks, walk = [], modules.living
+    monkeypatch.setattr(modules, "living", lambda cls: walks.append(1) or walk(cls))  # type: ignore[func-returns-value]
     parts = nn.ModuleList(nn.Linear(3, 3) for _ in range(6))
     with followed(None) as (_, places, _):
         for part in parts:
@@ -93,8 +93,8 @@ def test_parts_that_are_called_one_by_one_are_looked_for_in_one_walk(monkeypatch
 
 
 def test_modules_that_are_made_in_every_step_are_looked_for_a_few_times_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    walks, walk = [], modules._living_modules
-    monkeypatch.setattr(modules, "_living_modules", lambda: walks.append(1) or walk())  # type: ignore[func-returns-value]
+    walks, walk = [], modules.living
+    monkeypatch.setattr(modules, "living", lambda cls: walks.append(1) or walk(cls))  # type: ignore[func-returns-value]
     with mezzo.diagnose.trace() as t:
         for _ in range(20):
             nn.Sequential(nn.Linear(2, 2))(torch.ones(1, 2)).log().sum().backward()

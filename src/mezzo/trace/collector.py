@@ -352,7 +352,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
 
     def _operands(self, call: Call, site: Site) -> OpInputs:
         """Return what an op that failed was given; in a backward of torch's, what its forward was."""
-        if site.phase == "backward" and not site.is_own:
+        if site.is_derivative:
             return saved_operands(autograd_node())
         given = [t for t in tree_leaves(call.args) if isinstance(t, Tensor) and not t.is_nested]
         tensors = [t if (o := call.original(t)) is t else t.detach().requires_grad_(o.requires_grad) for t in given]

@@ -232,7 +232,7 @@ def _slope_at(op: str, x: float) -> float:
 
 def _fix_singularity(event: Event) -> Fix:
     if event.replacement:
-        is_root = event.site.op == "sqrt" and event.site.phase == "backward" and not event.site.is_own
+        is_root = event.site.op == "sqrt" and event.site.is_derivative
         reason = "its derivative at 0 is infinite: " if is_root else ""
         return Fix(
             advice=f"{reason}write {event.replacement}{_fused(event)}{_cancelled(event)}.",

@@ -61,10 +61,6 @@ def _prepared_around(module: nn.Module) -> nn.Module:
     return root if any(part is module for part in root.modules()) else module
 
 
-def _living_modules() -> list[weakref.ref[nn.Module]]:
-    return [weakref.ref(found) for found in living(nn.Module)]
-
-
 def _around(module: nn.Module, living: Sequence[nn.Module]) -> nn.Module:
     """Return the outermost living module that a module is a part of beside others; the module where there is none. Host only."""
     outermost, seen = module, set[int]()
@@ -170,7 +166,7 @@ class ModuleStack:
         if root is module and type(module) not in self._alone:
             is_new = all(known() is not module for known in self._living)  # made since the last walk
             if is_new and self._walks < _WALKS:
-                self._living, self._walks = _living_modules(), self._walks + 1
+                self._living, self._walks = [weakref.ref(found) for found in living(nn.Module)], self._walks + 1
             root = _around(module, [one for known in self._living if (one := known()) is not None])
             if root is module and _count(module) == 1:  # a loss may be made anew in each step
                 self._alone.add(type(module))

@@ -66,6 +66,11 @@ class Site:
         return bool(self.own_node)
 
     @property
+    def is_derivative(self) -> bool:
+        """Whether it is the gradient of a forward op as autograd computes it."""
+        return self.phase == "backward" and not self.is_own
+
+    @property
     def frame(self) -> Frame | None:
         """The line to look at first."""
         return self.user or self.library

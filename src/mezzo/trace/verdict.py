@@ -88,7 +88,7 @@ def call_at(event: Event, says: str = "") -> str:
     In backward that is the derivative of a forward op, or a kernel of torch's where no more is known than what it was given.
     """
     names = [name for name, _ in event.offending]
-    op, is_slope = event.site.op, event.site.phase == "backward" and not event.site.is_own
+    op, is_slope = event.site.op, event.site.is_derivative
     if is_slope and any(name.startswith("grad") for name in names):
         op, is_slope = plain_name(event.kernel), False
     what = f"the derivative of {op}" if is_slope else op
@@ -179,7 +179,7 @@ def _underflow(event: Event) -> str:
 def _meets_zero(event: Event) -> str:
     """Say what an op does with a 0 that has no value in any format."""
     op = event.site.op
-    if event.site.phase == "backward" and not event.site.is_own:
+    if event.site.is_derivative:
         return f"the derivative of {op} divides by"
     if op in _LOGARITHMS:
         return f"{op} takes the logarithm of"
