@@ -104,6 +104,19 @@ def test_arguments_are_named_through_lists() -> None:
     assert [name for name, _ in Call(func, op_facts(func), given, {"dim": 0}).inputs] == ["tensors[0]", "tensors[2]"]
 
 
+def test_a_call_keeps_what_an_op_was_given_beside_what_the_program_holds() -> None:
+    x, y, other = torch.ones(2), torch.full((2,), 3.0, requires_grad=True), torch.zeros(2)
+    call = Call(aten.add_.Tensor, op_facts(aten.add_.Tensor), (x, y), {})
+    with torch.no_grad():
+        call.run((x, y), {})
+        assert not call.is_tracked
+    assert call.is_tracked
+    assert call.originals[0] is x and call.originals[1] is y
+    assert x.tolist() == [4.0, 4.0] and call.named["self"].tolist() == [1.0, 1.0]
+    (before, given), _ = call.given_with({id(y): other})
+    assert before is call.args[0] and given is other
+
+
 def test_only_floating_values_count() -> None:
     with torch.sparse.check_sparse_tensor_invariants(enable=True):
         sparse = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.tensor([1.0, 2.0]), (4,))

@@ -6,6 +6,7 @@ import gc
 
 import torch
 
+from mezzo.trace.ops import Call, op_facts
 from mezzo.trace.wide_values import StorageNotes, WideValues, at, flat
 
 
@@ -58,3 +59,19 @@ def test_notes_of_memory_that_is_gone_are_dropped() -> None:
     for n in range(2000):
         notes.note(torch.ones(1), n)
     assert len(notes) <= 257
+
+
+def test_notes_on_what_an_op_read_are_those_on_the_memory_of_the_program() -> None:
+    func, x, y = torch.ops.aten.add_.Tensor, torch.ones(2), torch.ones(2)
+    call = Call(func, op_facts(func), (x, y), {})
+    call.run((x, y), {})
+    notes: StorageNotes[str] = StorageNotes()
+    assert notes.first(call.originals) is None and notes.read_by(call) == []
+    notes.note(x, "written")
+    [(before, note)] = notes.read_by(call)
+    assert before.tolist() == [1.0, 1.0] and note == notes.first(call.originals) == "written"
+    known = WideValues()
+    known.put_results(call, [torch.full((2,), 2.5)])
+    assert known.known(call)[id(before)].tolist() == [2.5, 2.5]
+    known.put_results(call, None)
+    assert known.get(x) is None
