@@ -334,7 +334,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             reference=judged[0],
             leaf=leaf or (given if kind == "constant" else self._cast_of(call, site)),
             replacement=replacement_for(site.op, operands) if kind == "source" else "",
-            fused=fused_with(site.op, call.original(call.inputs[0][1])) if kind == "source" and call.inputs else "",
+            fused=fused_with(site.op, call.originals[0]) if kind == "source" and call.inputs else "",
             is_local_enough=is_tried or (computed and self.reference.is_local_enough(call)),
             followers=followers,
             tracked=call.is_tracked,

@@ -106,35 +106,37 @@ class LintWatch:
 
     def see(self, call: Call, site: Site) -> None:
         """Take in one op. Syncs: yes, at the ops it judges."""
+        name, is_forward = call.facts.name, site.phase == "forward"
+        is_outside = is_forward and not site.root
         # a scaler that is off multiplies nothing, but runs the step of an optimizer that does
-        if call.facts.name == "mul" and not site.root and site.phase == "forward" and not self._has_scaler:
+        if is_outside and name == "mul" and not self._has_scaler:
             self._has_scaler = is_called_from(_SCALER)
             self._is_scaled = self._is_scaled or self._has_scaler or is_called_from(_OWN_SCALER)
-        if self._has_scaled_grads and not site.root and site.phase == "forward":
+        if is_outside and self._has_scaled_grads:
             self._clip(site)
-        if call.facts.name == "to" and call.inputs and not call.out and call.returned.dtype is not torch.bool:
+        if name == "to" and call.inputs and not call.out and call.returned.dtype is not torch.bool:
             self._ids(call)
-        if site.phase == "backward" and call.facts.name in _BOUNDS:
+        if name in _BOUNDS and site.phase == "backward":
             self._bound(call, site)
-        for found in self._rest.see(call) if site.phase == "forward" else ():
-            self.add("buffer-in-16-bit", site, *found)
-        if self.of_risks and call.facts.name in ("log", "to") and call.inputs:
+        if name in ("log", "to") and call.inputs and self.of_risks:
             self._log(call, site)
-        if site.phase == "forward":
+        if is_forward:
+            for found in self._rest.see(call):
+                self.add("buffer-in-16-bit", site, *found)
             self._difference(call, site)
             self.indices.see(call, site)
         low = next((t for t in call.out if t.dtype in LOW_DTYPES), None)
         if low is None:
             return
-        if site.phase == "forward":
+        if is_forward:
             self._has_fp16 = self._has_fp16 or (low.dtype is torch.float16 and len(call.inputs) > 0)
             self._integers(call, site, low)
             self._squares(call, site, low)
             self._accumulator(call, site, low)
             self._one_plus(call, low)
-        if site.phase == "forward" or site.op == "AccumulateGrad":
+        if is_forward or site.op == "AccumulateGrad":
             self._running_sum(call, site, low)
-        if call.facts.name in _SUMS_BY_INDEX:
+        if name in _SUMS_BY_INDEX:
             self._sum_by_index(call, site, low)
         if site.phase != "backward":
             self._constant(call, site, low)
@@ -163,7 +165,7 @@ class LintWatch:
 
     def _ids(self, call: Call) -> None:
         """Look at numbers that become whole ones: whether a cast rounded them when they were whole before."""
-        read = call.original(call.inputs[0][1])
+        read = call.originals[0]
         were, cast = self._reference.get(read), self._reference.cast_behind(read)
         if were is None or cast is None:
             return
@@ -213,7 +215,7 @@ class LintWatch:
         if call.facts.name in ("add", "sub"):
             self._steps.update(step for one in given for step in (one, 2 * one, one * one))
         elif call.facts.name == "div" and call.inputs and given and given[0] in self._steps:
-            read = call.original(call.inputs[0][1])
+            read = call.originals[0]
             were = self._reference.get(read)
             off = 0.0 if were is None else share_off(read, were)
             if off > _HALF:
@@ -228,7 +230,7 @@ class LintWatch:
             self._one_plus_lost.note(low, off)
 
     def _log(self, call: Call, site: Site) -> None:
-        lost = self._one_plus_lost.get(call.original(call.inputs[0][1]))
+        lost = self._one_plus_lost.get(call.originals[0])
         if lost is not None and call.facts.name == "log":
             self.add("log-of-one-plus", site, call.inputs[0][1].dtype, f"{lost:.0%}", lost, call.facts.kernel)
         elif lost is not None and call.out:
@@ -247,9 +249,9 @@ class LintWatch:
             return
         is_gradient = site.op == "AccumulateGrad"
         line = site.op if is_gradient else str(site.frame)
-        given = [t for _, t in call.inputs if t.shape == low.shape and t.dtype is low.dtype]
-        sums = ((t, self._sums.get(call.original(t))) for t in given)
-        state, found = next(((t, s) for t, s in sums if s is not None and s.line == line), (low, None))
+        made = (low.shape, low.dtype, line)
+        sums = ((t, s) for t, s in self._sums.read_by(call) if (t.shape, t.dtype, s.line) == made)
+        state, found = next(sums, (low, None))
         if found is None or (found.wide is not None and found.wide.shape != low.shape):
             self._sums.note(low, _RunningSum(line))
             return
