@@ -28,6 +28,7 @@ from .._torch import (
     without_dispatch_modes,
     without_function_modes,
 )
+from ..distributed import is_running
 from ..formats import LOW_DTYPES
 from .frames import Owner, caller, locate
 from .modules import ModuleStack, Place
@@ -138,8 +139,7 @@ def public_name(name: str) -> str:
 
 def rank() -> int:
     """Return this process's rank, 0 where no process group was started."""
-    started = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_rank() if started else 0
+    return torch.distributed.get_rank() if is_running() else 0
 
 
 class TraceContext:
