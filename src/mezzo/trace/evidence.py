@@ -141,10 +141,6 @@ class PendingOutputs:
             known = {node_number(node) for node in _nodes_behind(loss, min(number for number, _, _ in self._pending))}
             self._pending = [p for p in self._pending if p[0] not in known]
 
-    def clear(self) -> None:
-        """Drop all of them."""
-        self._pending.clear()
-
     def dropped(self, *, is_over: bool = False) -> list[Sink]:
         """Return those that nothing was computed from and that are gone, or all at the end of a program."""
         found = [p for p in self._pending if is_over or p[1]() is None]

@@ -231,7 +231,7 @@ class Trace:
         self._roots_since_backward.clear()
         if not self._was_loss_seen:
             # backward was given gradients, so the tensor it began with was not seen
-            self._pending.clear()
+            self._pending = PendingOutputs()
             self._was_loss_seen = True
             self._backwards += 1
         self._context.last_gradient_of = parameter
