@@ -67,7 +67,7 @@ class Amplified:
         ] = {}  # by line and kernel, with the steps that felt it
         self._steps: set[int] = set()
         self._errors: StorageNotes[_Error] = StorageNotes()
-        self._local = WideValues()
+        self.local = WideValues()  # of all since the last layers, had it run in fp32
         self._weights: StorageNotes[bool] = StorageNotes()
 
     def model(self, model: nn.Module) -> None:
@@ -79,7 +79,7 @@ class Amplified:
     def see(self, call: Call, site: Site, wide: list[Tensor] | None) -> None:
         """Take in one op and its results in an fp32 run. Syncs: where they are known."""
         if wide is None or site.phase != "forward":
-            forget_results(call, self._errors, self._local)
+            forget_results(call, self._errors, self.local)
             return
         given = self._errors.read_by(call)
         read, wrong = next(((t, e) for t, e in given if e.lint), (None, None))
@@ -94,13 +94,13 @@ class Amplified:
         if is_layer:
             is_layer = not (call.out and _are_too_close(call.out[0], wide[0]))
             close = "" if is_layer else f"{site.op} (module {site.path})"
-        known = self._local.known(call)
+        known = self.local.known(call)
         local = None if is_layer else run_in_fp32(call, known)
         maker = wrong.lint.site if wrong and wrong.lint else self._maker(call, site, is_wrong=False)
         for tensor, value, alone in zip(call.out, wide, local or wide, strict=True):
             error = _Error(share_off(tensor, value), maker, close)
             if local is None:
-                self._local.forget(tensor)
+                self.local.forget(tensor)
             elif wrong is not None and (error.off > _SEEN or lasts):
                 is_used = wrong.is_used or call.facts.name in _TURNS or not _is_linear(call, read)
                 error = replace(error, lint=wrong.lint, is_used=bool(is_used))
@@ -115,14 +115,14 @@ class Amplified:
                     is_used = not _is_linear(call, None) and call.facts.name not in _LOGARITHMS
                     error = replace(error, lint=lint, is_used=is_used)
             if local is not None:
-                self._local.put(tensor, alone)
+                self.local.put(tensor, alone)
             self._errors.note(tensor, error)
 
     def _maker(self, call: Call, site: Site, *, is_wrong: bool = True) -> Site:
         """Return where what is wrong in a result was made: before, if the op only moves it, or reads it as wrong as that. Syncs: if it is wrong."""
         is_moved = call.facts.name in _MOVES and len(call.inputs) == 1
         for tensor, error in self._errors.read_by(call):
-            right = self._local.get(call.original(tensor)) if is_wrong else None
+            right = self.local.get(call.original(tensor)) if is_wrong else None
             if is_moved or (right is not None and share_off(tensor, right) > _WRONG):
                 return error.maker
         return site
@@ -130,7 +130,7 @@ class Amplified:
     def _carries(self, call: Call, read: Tensor) -> bool:
         """Say whether the gradient of a wrong tensor counts in that of its mean, or of a loss that such a mean is no small part of. Syncs: there."""
         if call.facts.name in ("mean", "sum"):
-            right = self._local.get(call.original(read))
+            right = self.local.get(call.original(read))
             return right is not None and share_off(read, right) > _SEEN
         is_term = call.facts.name in ("add", "sub") and amax(read) > _SEEN * amax(call.out[0])
         return read.numel() == 1 and (len(call.inputs) == 1 or is_term)
@@ -149,12 +149,8 @@ class Amplified:
 
     def end_step(self) -> None:
         """Let go of what is no more; what was made before the loop is still what it was. Host only."""
-        for notes in (self._local.notes, self._errors):
+        for notes in (self.local.notes, self._errors):
             notes.drop_gone()
-
-    def local(self, call: Call) -> dict[int, Tensor]:
-        """Return what an op would be given if all since the last layers ran in fp32, by the id of what it read. Syncs: no."""
-        return self._local.known(call)
 
     def tell(self, lint: Lint | None, *steps: int) -> None:
         """Take note of what a gradient felt in some steps. Host only."""
@@ -180,7 +176,8 @@ class RoundedIndices:
             self._picked.forget(ids)
         if not found or call.facts.writes or not (picked or (known and call.facts.name in _PICKS)):
             return
-        wide, alone = whole_results(call, known | picked), whole_results(call, self._amplified.local(call) | picked)
+        near = self._amplified.local.known(call)
+        wide, alone = whole_results(call, known | picked), whole_results(call, near | picked)
         lint = self._behind(call)
         for ids, others, nearby in zip(found, wide, alone, strict=False):
             if not ids.numel() or not ids.shape == others.shape == nearby.shape:

@@ -28,7 +28,6 @@ _TAKES_CONSTANT = frozenset({
     "add", "sub", "rsub", "clamp", "clamp_min", "clamp_max", "maximum", "full", "fill", "full_like", "new_full",
     "masked_fill", "where", "scalar_tensor",
 })  # fmt: skip
-_SCALES = frozenset({"mul", "div"})
 _BOUNDS = frozenset({"clamp", "clamp_min", "clamp_max", "hardtanh"})
 _KEEP_WIDE = re.compile(r"(^|[._])running_(mean|var)$")
 OF_ONE = ", behind an op over one number,"
@@ -176,11 +175,11 @@ class LintWatch:
 
     def _constant(self, call: Call, site: Site, low: Tensor) -> None:
         name = call.facts.name
-        if name not in _TAKES_CONSTANT and name not in _SCALES:
+        if name not in _TAKES_CONSTANT and name not in ("mul", "div"):
             return
-        if not self.of_risks and site.called != name and site.called in vars(functional):
-            return
-        if not self.of_risks and functions_of(functional.__file__) - {name}:  # which a mode of mezzo's ran op by op
+        # the second where a mode of mezzo's ran it op by op
+        is_torchs = site.called != name and site.called in vars(functional)
+        if not self.of_risks and (is_torchs or functions_of(functional.__file__) - {name}):
             return
         facts = format_of(low.dtype)
         for value in [a for a in call.args if isinstance(a, float) and math.isfinite(a)]:
