@@ -108,3 +108,12 @@ def test_values_are_told_with_the_op_whose_arguments_they_are(
 )
 def test_what_an_op_does_with_a_zero_is_said_of_that_op(function: Callable[..., torch.Tensor], end: str) -> None:
     assert said(function, 1e-5, dtype=torch.float16).endswith(end)
+
+
+def test_an_overflow_of_a_format_without_a_short_name_is_told() -> None:
+    model = torch.nn.Linear(2, 2)
+    with diagnose.trace(model) as t:
+        (model(torch.ones(1, 2)).abs() + 1e6).to(torch.float8_e5m2).float().sum().backward()
+    finding = t.report.faults[0]
+    assert (finding.verdict, finding.op) == ("overflow", "to")
+    assert f"at most {torch.finfo(torch.float8_e5m2).max:g}" in finding.why

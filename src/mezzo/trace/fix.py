@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..formats import FORMATS, parse_dtype
+from ..formats import format_of, parse_dtype
 from ..policy import ModuleRule, Rule, known_ops, write_module_rule, write_op_rule
 from .ops import CASTS, FACTORIZATIONS, plain_name
 from .records import Event, Site
 from .replacement import bound
-from .verdict import LOW_NAMES, Verdict, call_at, number
+from .verdict import LOW_NAMES, Verdict, call_at, narrow_dtype, number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,7 +183,7 @@ _OWN_SLOPE = frozenset({"exp", "exp2", "expm1", "sinh", "cosh"})
 
 def _is_slope_too_large(event: Event, top: float, loss: float) -> bool:
     """Say whether the gradient of a function overflows where it was 16 bit: that of a sum, or of a mean over as many values as the format goes."""
-    limit = FORMATS[event.dtype].max
+    limit = format_of(narrow_dtype(event)).max
     if event.site.op == "mul":  # a gradient is multiplied by the other factor
         return event.tracked and max(t.amax for t in event.inputs) > limit
     return event.tracked and event.site.op in _OWN_SLOPE and (top > limit**2 or limit < loss < math.inf)
@@ -208,7 +208,7 @@ def _fix_underflow(event: Event) -> Fix:
         advice = "make the matrix in fp32, of numbers that were never 16 bit; or add a larger multiple of the identity."
         return Fix(edit=edit if tried else "", advice=advice, tried=tried)
     if flush is not None:
-        facts, constant = FORMATS[flush.dtype], flush.constant
+        facts, constant = format_of(parse_dtype(flush.dtype)), flush.constant
         advice = f"or bound the result of {flush.site.op} away from 0{_fused(event)}."
         if constant is not None:
             advice = f"or write a constant of at least {number(facts.tiny)}, the smallest normal {flush.dtype}."
@@ -251,7 +251,7 @@ def _cancelled(event: Event) -> str:
 
 
 def _singular_advice(event: Event) -> str:
-    eps = bound(parse_dtype(event.dtype))
+    eps = bound(narrow_dtype(event))
     is_forward = event.site.phase == "forward" or event.site.is_own
     names = [event.site.op.removeprefix("log_"), event.site.called] + [plain_name(event.kernel)] * is_forward
     if event.site.op == "div" and is_forward and ("other", 0.0) in event.offending and len(event.inputs) == 1:

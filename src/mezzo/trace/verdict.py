@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+import torch
+
 from ..errors import plural
-from ..formats import FORMATS, LOW_DTYPES, dtype_name
+from ..formats import LOW_DTYPES, dtype_name, format_of, parse_dtype
 from .ops import FACTORIZATIONS, plain_name
 from .records import Event, Wide
 
@@ -47,6 +49,11 @@ def number(x: float) -> str:
     return f"{x:.5g}" if abs(x) < 1e5 else f"{x:.3g}"
 
 
+def narrow_dtype(event: Event) -> torch.dtype:
+    """Return the dtype of the result that went wrong; some of torch's have no short name."""
+    return getattr(torch, event.dtype, None) or parse_dtype(event.dtype)
+
+
 def verdict_of(event: Event) -> tuple[Verdict, str]:
     """Return the kind of fault an event is, and one sentence with the numbers that show it."""
     if event.kind in ("leaf", "constant"):
@@ -65,7 +72,7 @@ def verdict_of(event: Event) -> tuple[Verdict, str]:
         scale = event.loss_scale / 2**halvings
         return "loss-scale", (
             f"the gradient reaches {number(finite.amax)} at loss scale {number(event.loss_scale)}, more than the "
-            f"{number(FORMATS[event.dtype].max)} that {event.dtype} holds; it is finite at scale {number(scale)} = "
+            f"{number(format_of(narrow_dtype(event)).max)} that {event.dtype} holds; it is finite at scale {number(scale)} = "
             f"{number(event.loss_scale)} / 2^{halvings}."
         )
     return "overflow", _overflow(event, finite)
@@ -109,14 +116,14 @@ def _halvings(event: Event, finite: Wide) -> int | None:
     """Return how often the loss scale must be halved for this gradient to fit; None if that is not the cause."""
     if event.site.phase != "backward" or event.loss_scale <= 1 or finite.has_nan:
         return None
-    limit = FORMATS[event.dtype].max
+    limit = format_of(narrow_dtype(event)).max
     halvings = max(1, math.ceil(math.log2(finite.amax / limit))) if finite.amax > 0 else 1
     return halvings if 2**halvings <= event.loss_scale else None
 
 
 def _overflow(event: Event, finite: Wide) -> str:
     top = max((t.amax for t in event.inputs), default=0.0)
-    name, limit = event.dtype, FORMATS[event.dtype].max
+    name, limit = event.dtype, format_of(narrow_dtype(event)).max
     if event.leaf and event.site.op == "to":
         return f"{event.leaf} reaches {number(top)}, and {name}, to which it is cast, holds at most {number(limit)}."
     where = "" if finite.amax > limit else " on the way to its result"
@@ -171,7 +178,7 @@ def _underflow(event: Event) -> str:
     if flush.constant is not None:
         return (
             f"the constant {number(flush.constant)} rounds to 0 in {flush.dtype}, whose smallest number is "
-            f"{number(FORMATS[flush.dtype].smallest)}; so {_meets_zero(event)} exactly 0."
+            f"{number(format_of(parse_dtype(flush.dtype)).smallest)}; so {_meets_zero(event)} exactly 0."
         )
     return f"{flush.site.op} flushed {flush.share:.1%} of its results to 0 in {flush.dtype} (fp32: up to {number(flush.wide_amax)}), and {_meets_zero(event)} that 0."
 
