@@ -17,7 +17,8 @@ import mezzo.diagnose as diagnose
 from mezzo.formats import format_of
 from mezzo.trace import Trace, explain_lint
 from mezzo.trace.lint_rules import LintWatch, exact_integers
-from mezzo.trace.records import Lint, LintRule, Site
+from mezzo.trace.lint_warning import TEXTS
+from mezzo.trace.records import Lint, LintCase, LintRule, Site
 from mezzo.trace.reference_path import ReferencePath
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -115,10 +116,15 @@ def test_a_line_is_noted_once_a_rule_and_a_rule_a_bounded_number_of_times() -> N
     assert len(watch.records()) == 64
 
 
-@pytest.mark.parametrize("rule", get_args(LintRule))
-def test_every_rule_says_what_it_costs_and_what_to_write(rule: LintRule) -> None:
-    said = explain_lint(Lint(rule=rule, site=SITE, kernel="", dtype="fp16", what="2 rows", value=3e4))
+@pytest.mark.parametrize(("rule", "case"), TEXTS)
+def test_every_rule_says_what_it_costs_and_what_to_write(rule: LintRule, case: LintCase) -> None:
+    said = explain_lint(Lint(rule=rule, site=SITE, kernel="", dtype="fp16", what="2 rows", value=3e4, case=case))
     assert said.why.endswith((".", ").")) and said.advice.endswith(".")
+
+
+def test_every_rule_and_every_case_has_its_words() -> None:
+    assert {rule for rule, _ in TEXTS} == set(get_args(LintRule))
+    assert {case for _, case in TEXTS} == set(get_args(LintCase))
 
 
 def test_a_weight_in_16_bit_is_named_only_inside_a_region() -> None:

@@ -110,7 +110,7 @@ class Amplified:
                 else:
                     lint = Lint(
                         rule="amplified-rounding", site=self._maker(call, site), kernel=call.facts.kernel,
-                        dtype=dtype_name(self._reference.low), what=close, value=error.off,
+                        dtype=dtype_name(self._reference.low), what=close, value=error.off, case="close-results" if close else "",
                     )  # fmt: skip
                     is_used = not _is_linear(call, None) and call.facts.name not in _LOGARITHMS
                     error = replace(error, lint=lint, is_used=is_used)

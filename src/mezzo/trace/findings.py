@@ -275,7 +275,7 @@ def _of_flushed(record: TraceRecord, is_faulty: bool) -> list[Finding]:
             fix=Fix(
                 advice=f"raise the loss scale: a loss scale of {number(wanted)} keeps them; begin with it (init_scale), or use "
                 "bf16, which has the range of fp32."
-                if worst.loss_scale > 1 or any(x.what == "scaler" for x in record.lints)
+                if worst.loss_scale > 1 or any(x.case == "scaler" for x in record.lints)
                 else f"scale the loss: a loss scale of {number(wanted)} keeps them, and torch.amp.GradScaler or "
                 "mezzo.GradScaler find it; or use bf16, which has the range of fp32."
             ),
@@ -332,7 +332,7 @@ def _of_lost_updates(lost: tuple[LostUpdate, ...]) -> list[Finding]:
 
 def _of_lint(lint: Lint, said: LintWarning) -> Finding:
     """Report a loop that is wrong whatever the numbers."""
-    called = FAULTY_RULES[lint.rule] if lint.what != "a hook's" else ""
+    called = FAULTY_RULES[lint.rule] if lint.case != "hook" else ""
     site = replace(lint.site, phase="optimizer", op=called) if called else lint.site
     return _at(site, verdict=lint.rule, why=said.why, fix=Fix(advice=said.advice), steps=(site.step,))
 

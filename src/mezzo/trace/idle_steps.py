@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,11 +14,11 @@ from .._torch import storage_id, tree_leaves, version
 from ..errors import listed
 from ..optim import parameters
 from .frames import short_line
-from .lint_rules import OF_ONE, LintWatch
+from .lint_rules import LintWatch
 from .lost_updates import FACTORS
 from .measure import amax, rms
 from .ops import plain
-from .records import LintRule, Site
+from .records import LintCase, LintRule, Site
 from .verdict import number
 
 _FLAT = frozenset({
@@ -60,11 +61,20 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and plain(tensor) is not None
 
 
+class _Idle(NamedTuple):
+    """Steps, or backward passes, that a rule counted: where first, of what, how many (-1 once one was sound), and the rule's case."""
+
+    site: Site
+    what: str
+    times: int
+    case: LintCase = ""
+
+
 class IdleSteps:
     """Counts steps at a rate of 0, on gradients cleared after backward or never, and gradients of 0, which one other of its kind unsays; sees what steps blew up."""
 
     def __init__(self) -> None:
-        self._idle: dict[tuple[LintRule, object], tuple[Site, str, int]] = {}
+        self._idle: dict[tuple[LintRule, object], _Idle] = {}
         self._alive: set[object] = set()
         self._left: dict[int, tuple[torch.optim.Optimizer, tuple[int, int, int]]] = {}
         self._is_sum: dict[torch.optim.Optimizer, bool] = {}
@@ -123,7 +133,7 @@ class IdleSteps:
         if flat and flat.op in _PIECEWISE_CONSTANT:
             self._since[id(parameter)] = first or flat, name, times + 1
         if constant is not None:
-            self._count("zero-gradients", id(parameter), constant, f"{name}{OF_ONE}", is_idle=True)
+            self._count("zero-gradients", id(parameter), constant, name, is_idle=True, case="one-number")
         # a weight of 0 between others of 0 stays one
         elif flat and (flat.op in _FLAT or not amax(parameter)):
             self._count("zero-gradients", id(parameter), flat, name, is_idle=True)
@@ -191,9 +201,9 @@ class IdleSteps:
         is_blown_up = 0 < before and max(_LARGE, _LEAST["exploding-step"] * before) < size < math.inf
         if is_blown_up and optimizer not in self._blown_up:
             self._blown_up[optimizer] = len(self._losses)
-            self._idle["exploding-step", optimizer] = site, f"one step of {name}", round(size / before)
+            self._idle["exploding-step", optimizer] = _Idle(site, f"one step of {name}", round(size / before))
         if self._scale > 1:
-            self._idle.setdefault(("scaled-step", optimizer), (site, name, round(self._scale)))
+            self._idle.setdefault(("scaled-step", optimizer), _Idle(site, name, round(self._scale)))
         first, steps = self._steps.get(optimizer, (site, 0))
         self._steps[optimizer] = first, steps + 1
         what, is_silent = f"the parameters of {name}", self._ops == ops
@@ -203,19 +213,19 @@ class IdleSteps:
             is_idle = self._is_cleared and (self._has_gradients or is_silent)
             self._count("cleared-gradients", optimizer, cleared, f"{name}.step ({short_line(site.frame)})", is_idle)
 
-    def _count(self, rule: LintRule, owner: object, site: Site, what: str, is_idle: bool) -> None:
-        first, told, steps = self._idle.get((rule, owner), (site, what, 0))
-        self._idle[rule, owner] = first, told, steps + 1 if is_idle and steps >= 0 else -1
+    def _count(self, rule: LintRule, owner: object, site: Site, what: str, is_idle: bool, case: LintCase = "") -> None:
+        last = self._idle.get((rule, owner), _Idle(site, what, 0, case))
+        self._idle[rule, owner] = last._replace(times=last.times + 1 if is_idle and last.times >= 0 else -1)
 
     def tell(self, lints: LintWatch, named: Mapping[int, str]) -> None:
         """Say which optimizers never moved a weight, or hold what stood in the place of one, given the parameters in modules by their ids."""
-        for (rule, owner), (site, what, steps) in self._idle.items():
+        for (rule, owner), (site, what, times, case) in self._idle.items():
             is_learnt = rule == "exploding-step" and self._has_fallen_since(self._blown_up[owner])
             least = _LEAST[rule]
-            if what.endswith(OF_ONE):
+            if case == "one-number":
                 least = 1 if lints.of_risks else _LEAST_OF_NORMS if site.op.endswith("norm") else least
-            if steps >= least and owner not in self._alive and not is_learnt:
-                lints.add(rule, site, torch.float32, what, steps)
+            if times >= least and owner not in self._alive and not is_learnt:
+                lints.add(rule, site, torch.float32, what, times, case=case)
         for key, (site, name, times) in self._since.items():  # quantised after it was trained
             if key in self._alive and times >= _LEAST["zero-gradients"] and 3 * times > self._brought[key]:
                 what = f"{name}, after the first {self._brought[key] - times},"
@@ -252,7 +262,7 @@ class IdleSteps:
                 after = f" after the first {steps - still}" if still < steps else ""
                 largest = f", or at most a millionth of {number(self._rates[optimizer])}," if top else ""
                 what = f"0{largest} in each of the {still} steps of {name}{after}"
-                lints.add("zero-learning-rate", site, torch.float32, what, still)
+                lints.add("zero-learning-rate", site, torch.float32, what, still, case="tiny" if top else "")
 
     def _tell_replaced(self, lints: LintWatch, named: Mapping[int, str]) -> None:
         params = {o: set(map(id, parameters(o))) for o in self._steps}
@@ -264,7 +274,7 @@ class IdleSteps:
             is_by_hand = self._by_hand[optimizer] >= least - 1 and params[optimizer] <= self._had
             if is_by_hand and not is_moved:
                 what = f"the parameters of {type(optimizer).__name__} had a gradient of backward, while {listed(left)}, which had, never changed,"
-                lints.add("no-gradients", site, torch.float32, what, steps)
+                lints.add("no-gradients", site, torch.float32, what, steps, case="masters")
             gone = params[optimizer] - named.keys() - self._had
             if gone and steps >= least and params[optimizer] & named.keys() & self._had:
                 what = f"the {len(gone)} parameters of {type(optimizer).__name__} that are in no module, while no optimizer holds {listed(left)},"

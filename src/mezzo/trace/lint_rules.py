@@ -19,7 +19,7 @@ from .buffers_at_rest import BuffersAtRest, exact_integers
 from .frames import argument_of, functions_of, is_called_from, is_handed_by_autograd
 from .measure import amax, numbers, rerun_wide, share_off
 from .ops import Call
-from .records import Event, Lint, LintRule, Site
+from .records import Event, Lint, LintCase, LintRule, Site
 from .reference_path import ReferencePath
 from .verdict import number
 from .wide_values import StorageNotes, run_in_fp32
@@ -30,8 +30,6 @@ _TAKES_CONSTANT = frozenset({
 })  # fmt: skip
 _BOUNDS = frozenset({"clamp", "clamp_min", "clamp_max", "hardtanh"})
 _KEEP_WIDE = re.compile(r"(^|[._])running_(mean|var)$")
-OF_ONE = ", behind an op over one number,"
-"""Behind the name of a weight whose gradient no precision and no argument brings."""
 _HEADROOM = 4.0
 """Squares within two binades of the format's limit are about to overflow."""
 _CLIPS, _SCALER, _OWN_SCALER = "torch/nn/utils/clip_grad.py", "torch/amp/grad_scaler.py", "mezzo/loss_scale/scaler.py"
@@ -96,12 +94,21 @@ class LintWatch:
         found = [x for x in (*self._found.values(), *amplified) if is_told or x.rule != "no-loss-scale"]
         return tuple(x for x in found if x.rule != "integers-in-16-bit" or x.site.frame not in of_ids)
 
-    def add(self, rule: LintRule, site: Site, dtype: torch.dtype, what: str, value: float, kernel: str = "") -> None:
+    def add(
+        self,
+        rule: LintRule,
+        site: Site,
+        dtype: torch.dtype,
+        what: str,
+        value: float,
+        kernel: str = "",
+        case: LintCase = "",
+    ) -> None:
         """Note a broken rule, once for each line and op."""
         key = (rule, str(site.frame), site.module, kernel, "" if kernel else what)
         if key not in self._found and sum(x.rule == rule for x in self._found.values()) < _MOST:
             name = dtype_name(dtype)
-            self._found[key] = Lint(rule=rule, site=site, kernel=kernel, dtype=name, what=what, value=value)
+            self._found[key] = Lint(rule=rule, site=site, kernel=kernel, dtype=name, what=what, value=value, case=case)
 
     def see(self, call: Call, site: Site) -> None:
         """Take in one op. Syncs: yes, at the ops it judges."""
@@ -160,7 +167,8 @@ class LintWatch:
         moved = wide[low.to(wide.dtype) != wide] if whole else wide.new_empty(0)
         # one number below 0 is what a mask adds to scores
         if moved.numel() and not (float(moved.max()) < 0 and bool((moved == moved[0]).all())):
-            self.add("integers-in-16-bit", site, low.dtype, site.called or name, top, call.facts.kernel)
+            case: LintCase = "sum" if name == "cumsum" else ""
+            self.add("integers-in-16-bit", site, low.dtype, site.called or name, top, call.facts.kernel, case)
 
     def _ids(self, call: Call) -> None:
         """Look at numbers that become whole ones: whether a cast rounded them when they were whole before."""
@@ -185,8 +193,8 @@ class LintWatch:
         for value in [a for a in call.args if isinstance(a, float) and math.isfinite(a)]:
             vanishes = name in _TAKES_CONSTANT and 0 < abs(value) <= facts.smallest / 2
             if vanishes or (abs(value) > facts.max and name != "div"):
-                becomes = "0" if vanishes else "inf"
-                self.add("constant-lost", site, low.dtype, becomes, value, call.facts.kernel)
+                case: LintCase = "underflow" if vanishes else "overflow"
+                self.add("constant-lost", site, low.dtype, number(value), value, call.facts.kernel, case)
 
     def _bound(self, call: Call, site: Site) -> None:
         """Look at a bound that a hook, or a backward of the program's own, puts on its gradient; one near the loss scale is meant."""
@@ -197,7 +205,7 @@ class LintWatch:
             return
         given = call.inputs[0][1]
         if bound < amax(given) < math.inf and is_handed_by_autograd(call.original(given)):
-            self.add("clip-before-unscale", site, given.dtype, "a hook's", self._factor)
+            self.add("clip-before-unscale", site, given.dtype, "a gradient", self._factor, case="hook")
 
     def _squares(self, call: Call, site: Site, low: Tensor) -> None:
         if low.dtype is not torch.float16:
@@ -260,8 +268,9 @@ class LintWatch:
         off = float((low.detach().float() - wide).norm()) if count % _LOOKED_AT == 0 else 0.0
         if off and 0 < _LOST * float(top) < off < math.inf:
             terms = f"gradients of {count} backward passes" if is_gradient else f"{count} terms"
+            case: LintCase = "gradients" if is_gradient else ""
             what = f"a sum of {terms}, {off / float(top):.0%} off by now,"
-            self.add("half-accumulator", site, low.dtype, what, float(count), call.facts.kernel)
+            self.add("half-accumulator", site, low.dtype, what, float(count), call.facts.kernel, case)
         self._sums.forget(call.original(state))
         self._sums.note(low, _RunningSum(line, count, wide, top))
 
@@ -271,7 +280,7 @@ class LintWatch:
         off, top = (float((low.detach().float() - wide[0]).norm()), float(wide[0].norm())) if wide else (0.0, 0.0)
         if 0 < _LOST * top < off < math.inf:
             what = f"what {call.facts.name} adds up, {off / top:.0%} off,"
-            self.add("half-accumulator", site, low.dtype, what, off, call.facts.kernel)
+            self.add("half-accumulator", site, low.dtype, what, off, call.facts.kernel, case="by-index")
 
     def end_step(self) -> None:
         """Let go of sums that are no more, and of constants that were added. Host only."""
@@ -321,7 +330,8 @@ class LintWatch:
         if loss.dtype in LOW_DTYPES and self.of_risks:
             self.add("loss-in-16-bit", site, loss.dtype, "the loss", float(loss.detach()))
         if self._has_fp16 and loss_scale == 1.0:
-            self.add("no-loss-scale", site, torch.float16, "scaler" if self._is_scaled else "backward", loss_scale)
+            case: LintCase = "scaler" if self._is_scaled else ""
+            self.add("no-loss-scale", site, torch.float16, "the loss", loss_scale, case=case)
 
 
 def _counted(call: Call, low: Tensor) -> Tensor | None:

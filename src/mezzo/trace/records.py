@@ -296,6 +296,10 @@ LintRule = Literal[
     "integers-in-16-bit", "ids-in-16-bit", "constant-lost", "squares-near-overflow", "log-of-one-plus", "finite-difference", "amplified-rounding", "rounded-index", "masked-row", "buffer-in-16-bit", "half-accumulator", "backward-in-region",
     "half-weights-in-region", "loss-in-16-bit", "clip-before-unscale", "scaled-step", "no-loss-scale", "zero-learning-rate", "cleared-gradients", "zero-gradients", "exploding-step", "exploding-loop", "uncleared-gradients", "no-gradients",
 ]  # fmt: skip
+LintCase = Literal[
+    "", "sum", "underflow", "overflow", "close-results", "by-index", "gradients", "hook", "scaler", "tiny", "one-number", "masters",
+]  # fmt: skip
+"""Cases of one rule that need other words."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -307,6 +311,7 @@ class Lint:
         dtype: the 16-bit format at work.
         what: the tensor, buffer, parameter or constant, in words.
         value: the number the rule is about.
+        case: which of the rule's cases it is; empty where the rule has one, and for the usual one.
     """
 
     rule: LintRule
@@ -315,6 +320,7 @@ class Lint:
     dtype: str
     what: str
     value: float
+    case: LintCase = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
