@@ -32,6 +32,22 @@ _MOVED = 2.0**-18
 """A change by less is rounding in fp32."""
 
 
+class _Row(NamedTuple):
+    """Updates of one tensor that were lost one after another: how many, and the last: its `counts`, and where it was."""
+
+    times: int
+    counts: tuple[int, int]
+    site: Site
+
+
+def _to_tell(last: _Row, now: _Row, least: int = 2) -> tuple[_Row, ...]:
+    """Return what a row has to tell after one more update: nothing of fewer than the least, and of the first once there is a second."""
+    if now.times < least:
+        return ()
+    is_second = now.times == 2 and (last.site.frame, last.site.op) == (now.site.frame, now.site.op)
+    return (last, now) if is_second else (now,)
+
+
 class UpdateWatch:
     """Compares what one optimizer step meant to write, in fp32, with what 16-bit weights hold after it.
 
@@ -41,7 +57,7 @@ class UpdateWatch:
     def __init__(self) -> None:
         self.lost: dict[tuple[object, ...], LostUpdate] = {}
         self.is_own = ""
-        self._by_hand: StorageNotes[tuple[int, int, tuple[tuple[int, int], Site]]] = StorageNotes()
+        self._by_hand: StorageNotes[tuple[_Row, int]] = StorageNotes()
         self._chains: StorageNotes[tuple[object, int]] = StorageNotes()
         self._before: dict[int, Tensor] = {}
         self._intended: dict[int, Tensor] = {}
@@ -125,17 +141,15 @@ class UpdateWatch:
         for tensor, want in zip(call.out, wide, strict=True):
             old = before[id(tensor)]
             counts = _counts(want != old.float(), tensor, old)
-            times, at, last = self._by_hand.get(tensor) or (0, version(tensor) - 1, (counts, site))
+            last, at = self._by_hand.get(tensor) or (_Row(0, counts, site), version(tensor) - 1)
             called = name_of(tensor)
             # what was written in between, as gradients are before a clip, does not decay; a weight does, between the steps of an optimizer
             is_kept = name in ADDITIONS or at == version(tensor) - 1 or called.startswith("parameter")
-            times = row_after(times, counts) if is_kept else 0
-            self._by_hand.note(tensor, (times, version(tensor), (counts, site)))
-            if times > (1 if tensor.numel() > 1 else STEPS):
+            now = _Row(row_after(last.times, counts) if is_kept else 0, counts, site)
+            self._by_hand.note(tensor, (now, version(tensor)))
+            for row in _to_tell(last, now, 2 if tensor.numel() > 1 else STEPS + 1):
                 called = called.rpartition(" ")[2] or f"a tensor of {tuple(tensor.shape)}"
-                is_second = times == 2 and (last[1].frame, last[1].op) == (site.frame, site.op)
-                for lost, place in (last, (counts, site)) if is_second else ((counts, site),):
-                    self.add(called, tensor, "the program", lost, place)
+                self.add(called, tensor, "the program", row.counts, row.site)
 
     def _see_chain(self, call: Call, site: Site) -> None:
         """Take in an op of a forward: a line that adds to a state again and again, as steps of an ODE, and does not move it."""
@@ -235,7 +249,7 @@ class StateWatch:
 
     def __init__(self, updates: UpdateWatch, lints: LintWatch) -> None:
         self._updates, self._lints = updates, lints
-        self._last: dict[tuple[int, str], tuple[int, tuple[int, int], Site]] = {}
+        self._last: dict[tuple[int, str], _Row] = {}
         self._held: StorageNotes[str] = StorageNotes()
         self._clear()
 
@@ -294,10 +308,9 @@ class StateWatch:
         before, wide, bumped = self._before.get(state), self._wide.get(state), self._bumped.get(state)
         assert before is not None and wide is not None and bumped is not None  # noted together
         counts = counts_kept_whole(state, before, wide, bumped)
-        last = self._last.get(key, (0, counts, made.site))
-        self._last[key] = now = row_after(last[0], counts), counts, made.site
+        last = self._last.get(key, _Row(0, counts, made.site))
+        self._last[key] = now = _Row(row_after(last.times, counts), counts, made.site)
         if self._lints.of_risks and 2 * counts_kept_whole(before, before, wide, bumped)[1] > counts[0]:
             self._lints.add("half-accumulator", made.site, state.dtype, key[1], 0.0, made.kernel)
-        told = (last, now) if now[0] == 2 else (now,) if now[0] > 2 else ()
-        for _, lost, site in told:
-            self._updates.add(key[1], state, "the forward", lost, site)
+        for row in _to_tell(last, now):
+            self._updates.add(key[1], state, "the forward", row.counts, row.site)
