@@ -110,10 +110,11 @@ def test_what_an_op_does_with_a_zero_is_said_of_that_op(function: Callable[..., 
     assert said(function, 1e-5, dtype=torch.float16).endswith(end)
 
 
-def test_an_overflow_of_a_format_without_a_short_name_is_told() -> None:
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e4m3fnuz])
+def test_an_overflow_of_a_format_without_a_short_name_is_told(dtype: torch.dtype) -> None:
     model = torch.nn.Linear(2, 2)
     with diagnose.trace(model) as t:
-        (model(torch.ones(1, 2)).abs() + 1e6).to(torch.float8_e5m2).float().sum().backward()
+        (model(torch.ones(1, 2)).abs() + 1e6).to(dtype).float().sum().backward()
     finding = t.report.faults[0]
     assert (finding.verdict, finding.op) == ("overflow", "to")
-    assert f"at most {torch.finfo(torch.float8_e5m2).max:g}" in finding.why
+    assert f"at most {torch.finfo(dtype).max:g}" in finding.why

@@ -10,9 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from ..formats import format_of
 from .records import Event, Size
-from .verdict import narrow_dtype
+from .verdict import limit_of
 
 LAYERS = 6
 """A trend needs this many layers."""
@@ -142,7 +141,7 @@ def grew_into(event: Event, sizes: Iterable[Size]) -> Trend | None:
     for pattern, chain in outputs:
         if beyond := _beyond_fp32(event, pattern, chain):
             return _trend(pattern, chain, beyond)
-    limit = math.log2(format_of(narrow_dtype(event)).max)
+    limit = math.log2(limit_of(event))
     for pattern, chain in outputs if event.site.phase == "forward" else ():
         # its own layer may take the overflow in, as relu does with -inf
         finite = list(itertools.takewhile(lambda s: not (s.nonfinite or _is_within(event, s)), chain))

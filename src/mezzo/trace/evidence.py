@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._torch import node_number, tree_leaves
-from .measure import any_nan, is_finite, numbers, rerun, sanitised
+from .measure import any_nan, finite, is_finite, numbers, rerun, sanitised
 from .ops import FACTORIZATIONS, Call
 from .records import Event, Frame, Sink, Site
 from .wide_values import StorageNotes
@@ -63,8 +63,8 @@ def is_arithmetic(call: Call, bad: list[Tensor]) -> bool:
 def matters(call: Call, source: Tensor) -> bool:
     """Say whether repairing one input alone makes an element of the results finite. Syncs: yes."""
     out = rerun(call, call.given_with({id(source): sanitised(source)}))
-    was_bad = [~t.isfinite() for t in call.out]
-    return any(bool((o.isfinite() & b).any()) for o, b in zip(out, was_bad, strict=True))
+    was_bad = [~finite(t) for t in call.out]
+    return any(bool((finite(o) & b).any()) for o, b in zip(out, was_bad, strict=True))
 
 
 class HostReads:
@@ -78,7 +78,7 @@ class HostReads:
         found = []
         for t in tensors:
             causes = self._causes.get(t) if t.is_floating_point() else None
-            if causes and not bool(t.isfinite().all()):
+            if causes and not is_finite(t):
                 found.append(Read(causes, t.numel() == 1, t.requires_grad))
         return found
 

@@ -11,7 +11,7 @@ from ..policy import ModuleRule, Rule, known_ops, write_module_rule, write_op_ru
 from .ops import CASTS, FACTORIZATIONS, plain_name
 from .records import Event, Site
 from .replacement import bound
-from .verdict import LOW_NAMES, Verdict, call_at, narrow_dtype, number
+from .verdict import LOW_NAMES, Verdict, call_at, limit_of, narrow_dtype, number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,7 +183,7 @@ _OWN_SLOPE = frozenset({"exp", "exp2", "expm1", "sinh", "cosh"})
 
 def _is_slope_too_large(event: Event, top: float, loss: float) -> bool:
     """Say whether the gradient of a function overflows where it was 16 bit: that of a sum, or of a mean over as many values as the format goes."""
-    limit = format_of(narrow_dtype(event)).max
+    limit = limit_of(event)
     if event.site.op == "mul":  # a gradient is multiplied by the other factor
         return event.tracked and max(t.amax for t in event.inputs) > limit
     return event.tracked and event.site.op in _OWN_SLOPE and (top > limit**2 or limit < loss < math.inf)

@@ -39,9 +39,14 @@ def is_finite(tensor: Tensor) -> bool:
     return math.isfinite(amax(tensor))
 
 
+def finite(tensor: Tensor) -> Tensor:
+    """Return whether each element is finite, in formats of 8 bit too, of which torch's function takes some. Syncs: no."""
+    return _readable(tensor).isfinite()
+
+
 def any_nan(tensors: Iterable[Tensor]) -> bool:
     """Say whether any element of any tensor is NaN. Syncs: yes."""
-    return any(bool(t.isnan().any()) for t in tensors)
+    return any(bool(_readable(t).isnan().any()) for t in tensors)
 
 
 def spaced(tensor: Tensor, count: int) -> Tensor:
@@ -201,7 +206,7 @@ def sanitised(value: Any) -> Any:
 
 def offending_values(inputs: list[tuple[str, Tensor]], bad: Tensor) -> tuple[tuple[str, float], ...]:
     """Return (name, value at the first non-finite element of a result) of inputs that broadcast to its shape. Syncs: yes."""
-    if bool(_readable(bad).isfinite().all()):
+    if bool(finite(bad).all()):
         return ()
     index, found = first_bad(bad), []
     of_channels = (-1, *[1] * (bad.dim() - 2)) if "running_var" in dict(inputs) else ()
@@ -216,7 +221,7 @@ def offending_values(inputs: list[tuple[str, Tensor]], bad: Tensor) -> tuple[tup
 
 def first_bad(bad: Tensor) -> tuple[int, ...]:
     """Return the index of the first non-finite element of a result. Syncs: yes."""
-    where = (~_readable(bad).isfinite()).nonzero()
+    where = (~finite(bad)).nonzero()
     return tuple(where[0].tolist()) if len(where) else ()
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..formats import LOW_DTYPES, dtype_name, format_of, widened
-from .measure import amax, is_finite, numbers, rerun_wide, sanitised
+from .measure import amax, finite, is_finite, numbers, rerun_wide, sanitised
 from .ops import CASTS, FACTORIZATIONS, Call, is_product
 from .records import Flush, Site, Wide
 from .wide_values import StorageNotes, Widening, WideValues, forget_results, is_repaired, run_in_fp32
@@ -247,7 +247,7 @@ class ReferencePath:
             wide = self._run_tape()
         if wide is None:
             return None, flush
-        bad = [value[~tensor.isfinite()] for tensor, value in zip(call.out, wide, strict=True)]
+        bad = [value[~finite(tensor)] for tensor, value in zip(call.out, wide, strict=True)]
         tops = [amax(value) for value in bad]
         return Wide(
             dtype="fp32",
@@ -305,7 +305,7 @@ class Fp64Reference:
     def _follow(self, call: Call, true: list[Tensor]) -> None:
         for tensor, value in zip(call.out, true, strict=True):
             if not is_finite(tensor) and value.shape == tensor.shape:
-                self._true.put(tensor, torch.where(tensor.isfinite(), widened(tensor), widened(value)))
+                self._true.put(tensor, torch.where(finite(tensor), widened(tensor), widened(value)))
 
     def is_too_large(self, call: Call) -> bool:
         """Say whether a product reads values that its 16-bit format does not hold, and fp32 would bring it. Syncs: yes."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .measure import is_finite
 from .ops import plain
 
 Run = Callable[..., Tensor]
@@ -167,7 +168,7 @@ def replacement_for(op: str, operands: OpInputs) -> str:
     # a divisor may be counted
     floating = inputs[: {"div": 1, "reciprocal": 0}.get(op)]
     is_floating = all(t.is_floating_point() for t in floating)
-    if not inputs or not is_floating or not all(bool(t.isfinite().all()) for t in inputs):
+    if not inputs or not is_floating or not all(map(is_finite, inputs)):
         return ""
     found: list[str] = []
 

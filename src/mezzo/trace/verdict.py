@@ -54,6 +54,11 @@ def narrow_dtype(event: Event) -> torch.dtype:
     return getattr(torch, event.dtype, None) or parse_dtype(event.dtype)
 
 
+def limit_of(event: Event) -> float:
+    """Return the largest number that the dtype of the result that went wrong holds."""
+    return torch.finfo(narrow_dtype(event)).max
+
+
 def verdict_of(event: Event) -> tuple[Verdict, str]:
     """Return the kind of fault an event is, and one sentence with the numbers that show it."""
     if event.kind in ("leaf", "constant"):
@@ -72,7 +77,7 @@ def verdict_of(event: Event) -> tuple[Verdict, str]:
         scale = event.loss_scale / 2**halvings
         return "loss-scale", (
             f"the gradient reaches {number(finite.amax)} at loss scale {number(event.loss_scale)}, more than the "
-            f"{number(format_of(narrow_dtype(event)).max)} that {event.dtype} holds; it is finite at scale {number(scale)} = "
+            f"{number(limit_of(event))} that {event.dtype} holds; it is finite at scale {number(scale)} = "
             f"{number(event.loss_scale)} / 2^{halvings}."
         )
     return "overflow", _overflow(event, finite)
@@ -116,14 +121,14 @@ def _halvings(event: Event, finite: Wide) -> int | None:
     """Return how often the loss scale must be halved for this gradient to fit; None if that is not the cause."""
     if event.site.phase != "backward" or event.loss_scale <= 1 or finite.has_nan:
         return None
-    limit = format_of(narrow_dtype(event)).max
+    limit = limit_of(event)
     halvings = max(1, math.ceil(math.log2(finite.amax / limit))) if finite.amax > 0 else 1
     return halvings if 2**halvings <= event.loss_scale else None
 
 
 def _overflow(event: Event, finite: Wide) -> str:
     top = max((t.amax for t in event.inputs), default=0.0)
-    name, limit = event.dtype, format_of(narrow_dtype(event)).max
+    name, limit = event.dtype, limit_of(event)
     if event.leaf and event.site.op == "to":
         return f"{event.leaf} reaches {number(top)}, and {name}, to which it is cast, holds at most {number(limit)}."
     where = "" if finite.amax > limit else " on the way to its result"

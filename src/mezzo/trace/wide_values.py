@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .._torch import storage_id
 from ..formats import LOW_DTYPES
 from .fix import edit_of
-from .measure import is_finite, rerun_wide
+from .measure import finite, is_finite, rerun_wide
 from .ops import CASTS, Call, is_product
 from .records import Site
 
@@ -174,7 +174,7 @@ run_in_fp32 = partial(run_wide, dtype=torch.float32)
 
 def is_repaired(call: Call, wide: list[Tensor] | None) -> bool:
     """Say whether results in fp32 are finite where those of the op are not. Syncs: yes."""
-    return wide is not None and all(is_finite(w[~t.isfinite()]) for t, w in zip(call.out, wide, strict=True))
+    return wide is not None and all(is_finite(w[~finite(t)]) for t, w in zip(call.out, wide, strict=True))
 
 
 class Widening:
