@@ -48,6 +48,11 @@ FP32: dict[str, Op] = {
                      "sum", "prod", "mean", "var", "std")
     },
     "pow": lambda a, b, c: a.pow(2),
+    "1 / x": lambda a, b, c: 1 / a.abs().clamp(0.1, 0.9),
+    "sum_to_size": lambda a, b, c: a.sum_to_size(1, 4),
+    "trapezoid": lambda a, b, c: torch.trapezoid(a),
+    "cumulative_trapezoid": lambda a, b, c: torch.cumulative_trapezoid(a),
+    "pairwise_distance": lambda a, b, c: F.pairwise_distance(a, b),
     "cumsum": lambda a, b, c: a.cumsum(0),
     "cumprod": lambda a, b, c: a.cumprod(0),
     "logsumexp": lambda a, b, c: a.logsumexp(0),

@@ -149,8 +149,8 @@ FAMILIES: tuple[Family, ...] = (
         repair="torch lists it nowhere: a hand-written norm runs in fp16 although x.pow(2) would be fp32",
     ),
     _family(
-        "square", mezzo=FP32, reason="a power leaves the fp16 range at once: 256 squared overflows",
-        repair="torch reaches pow underneath on CUDA only",
+        "square pairwise_distance trapezoid cumulative_trapezoid sum_to_size", mezzo=FP32, reason="sum of many terms, or a power: 256 squared overflows fp16",
+        repair="torch reaches pow, norm or sum underneath on CUDA only",
     ),
     _family("logcumsumexp", mezzo=FP32, reason="exponentials and their sum", repair="torch lists logsumexp and cumsum, not this"),
     _family(

@@ -21,12 +21,12 @@ DISPATCH_KEYS = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU", "mps": "AutocastM
 ALIASES: Mapping[str, str] = MappingProxyType(
     {
         "__matmul__": "matmul", "__rmatmul__": "matmul", "linalg_matmul": "matmul",
-        "__pow__": "pow", "__rpow__": "pow", "float_power": "pow",
+        "__pow__": "pow", "__rpow__": "pow", "float_power": "pow", "__rdiv__": "reciprocal", "__rtruediv__": "reciprocal",
         "arccos": "acos", "arcsin": "asin", "special_exp2": "exp2", "special_expm1": "expm1",
         "special_log1p": "log1p", "special_logsumexp": "logsumexp", "special_softmax": "softmax",
         "special_log_softmax": "log_softmax", "special_erfinv": "erfinv", "linalg_cross": "cross",
         "interpolate": "upsample", "cross_entropy": "cross_entropy_loss",
-        "grouped_mm": "_grouped_mm",
+        "grouped_mm": "_grouped_mm", "trapz": "trapezoid",
     }
 )  # fmt: skip
 """Public spellings of an op that ATen knows under another name."""
