@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -45,7 +46,11 @@ def test_a_word(use: Callable[[], object], word: str) -> None:
         ("initialize", "mezzo.prepare"), ("scale_loss", "amp.backward"), ("fully_shard", "mezzo.distributed.fully_shard"), ("FusedAdam", "keep the optimizer"), ("AdamW", "mezzo.optim.AdamW"),
         ("watch", "mezzo.diagnose.watch"), ("half_function", "op:softmax=fp32"), ("save_checkpoint", "mezzo.distributed.save_checkpoint"),
         ("is_autocast_enabled", r"torch.is_autocast_enabled\('cpu'\)"), ("Accelerator", "mezzo.integrations.accelerate"),
-        ("GradScalar", "Did you mean 'GradScaler'"), ("auto_cast", "Did you mean 'autocast'"),
+        ("GradScalar", "Did you mean 'GradScaler'"), ("auto_cast", "Did you mean 'autocast'"), ("decorate", "mezzo.prepare"),
+        ("fp8_autocast", "torchao"), ("convert_to_float8_training", "torchao"), ("register_half_function", "op:softmax=fp32"),
+        ("DynamicScale", "mezzo.GradScaler"), ("ShardedGradScaler", "mezzo.GradScaler"), ("AdamW8bit", "keep the optimizer"),
+        ("DebugUnderflowOverflow", "mezzo doctor"), ("NanDetector", "mezzo doctor"), ("check_numerics", "mezzo doctor"),
+        ("enable_operator_stats_collection", "mezzo.diagnose.explain"), ("DTypePolicy", "mezzo.prepare"), ("cast_model", "mezzo.prepare"),
     ],
 )  # fmt: skip
 def test_a_name_of_another_library(name: str, word: str) -> None:
@@ -76,11 +81,27 @@ def test_a_policy_of_another_library(name: str, means: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "word"),
-    [("O3", "write fp16-master"), ("float8", "torchao"), ("amp", "write bf16"), ("32", "write fp32"), ("16", "write fp16"), ("tf32", "set_float32_matmul_precision")],
+    [("O3", "write fp16-master"), ("float8", "torchao"), ("amp", "write bf16"), ("32", "write fp32"), ("16", "write fp16"), ("tf32", "set_float32_matmul_precision"),
+     ("mxfp8", "torchao"), ("nvfp4", "torchao"), ("nf4", "torchao"), ("amp_fp8", "torchao"), ("transformer-engine-float16", "torchao")],
 )  # fmt: skip
 def test_a_policy_that_is_none_here(name: str, word: str) -> None:
     with pytest.raises(mezzo.errors.PolicyError, match=f"unknown preset '{name}': .*{word}"):
         mezzo.Policy.parse(name)
+
+
+@pytest.mark.parametrize(
+    ("edit", "word"),
+    [
+        ("master_grad=true", "grads=fp32"), ("custom_white_list=softmax", "op:softmax=low"), ("custom_black_list=softmax", "op:softmax=fp32"),
+        ("excluded_layers=head", "head.*=fp32"), ("full_precision_layers=head", "head.*=fp32"), ("allow_tf32=true", "set_float32_matmul_precision"),
+        ("kahan_sum=true", "master=kahan"), ("stochastic_rounding=true", "master=stochastic"),
+    ],
+)  # fmt: skip
+def test_an_edit_of_another_library(edit: str, word: str) -> None:
+    with pytest.raises(
+        mezzo.errors.PolicyError, match=f"unknown key '{edit.partition('=')[0]}': write .*{re.escape(word)}"
+    ):
+        mezzo.Policy.parse(f"bf16, {edit}")
 
 
 def test_a_stepper_is_made_by_prepare() -> None:

@@ -32,52 +32,47 @@ PRESET_FIELDS: Mapping[str, PolicyFields] = MappingProxyType(
 updated in fp32 precision. auto: the device decides between bf16, fp16 and fp32. What leaves a model is fp32, so that a
 loss may be computed outside of it."""
 
-ALIASES: Mapping[str, str] = MappingProxyType(
-    {
-        "bf16-mixed": "bf16",
-        "fp16-mixed": "fp16",
-        "16-mixed": "fp16",
-        "bf16-true": "bf16-master",
-        "16-true": "fp16-master",
-        "32-true": "fp32",
-        "no": "fp32",
-        "o0": "fp32",
-        "o1": "fp16",
-        "o2": "fp16-master",
-        **{name: dtype for dtype in ("bf16", "fp16") for name in (f"mixed_{dtype}", f"{dtype}_mixed")},
-    }
-)
+
+def _by_name(values: Mapping[str, str]) -> Mapping[str, str]:
+    return MappingProxyType({name: value for names, value in values.items() for name in names.split()})
+
+
+ALIASES = _by_name({
+    "32-true no o0": "fp32",
+    "16-mixed fp16-mixed fp16_mixed mixed_fp16 o1": "fp16",
+    "bf16-mixed bf16_mixed mixed_bf16": "bf16",
+    "16-true o2": "fp16-master",
+    "bf16-true": "bf16-master",
+})  # fmt: skip
 """Names of Lightning, Accelerate, apex and Keras for presets. Lightning's "true" stores weights in 16 bit; here their updates are kept too."""
 
 _FP8 = "mezzo computes in fp32, fp16 or bf16; write bf16, and for fp8 weights torchao beside it"
-_INSTEAD = {
-    **dict.fromkeys(
-        ("amp", "mixed", "apex", "native"), "write bf16, or fp16 where the device has no bf16; auto decides"
-    ),
-    **dict.fromkeys(("float8", "e4m3", "e5m2", "transformer-engine", "int8"), _FP8),
+_INSTEAD = _by_name({
+    "amp mixed apex native": "write bf16, or fp16 where the device has no bf16; auto decides",
+    "float8 e4m3 e5m2 mxfp8 nvfp4 mxfp4 nf4 int8 int4 amp_fp8 transformer-engine transformer-engine-fp16": _FP8,
     "16": "write fp16, or fp16-master for weights stored in it",
     "32": "write fp32",
     "o3": "fp16 without fp32 weights loses small updates; write fp16-master, which keeps them",
-    **dict.fromkeys(("none", "off", "false", "disabled"), "write fp32, which casts nothing"),
+    "none off false disabled": "write fp32, which casts nothing",
     "tf32": "TF32 is a setting of torch; write fp32, and torch.set_float32_matmul_precision('high')",
-}
-_KEYS_INSTEAD = {
-    **dict.fromkeys(
-        ("loss_scale", "init_loss_scale"), "scaling=dynamic, or a number that never moves, as in scaling=1024"
-    ),
+})  # fmt: skip
+_KEYS_INSTEAD = _by_name({
+    "loss_scale init_loss_scale": "scaling=dynamic, or a number that never moves, as in scaling=1024",
     "initial_scale_power": "scaling.init_scale=65536, the scale itself",
     "loss_scale_window": "scaling.growth_interval=2000",
     "min_loss_scale": "scaling.min_scale=1",
     "enabled": "fp32, and nothing else, where nothing is to be cast",
     "keep_batchnorm_fp32": "a rule for the modules, as in '*.bn*=fp32'; batch norms keep their statistics in fp32 without one",
+    "excluded_layers full_precision_layers fp32_modules": "a rule for the modules, as in 'head.*=fp32'",
+    "custom_white_list custom_black_list": "op rules, as in 'op:softmax=low' and 'op:softmax=fp32'",
     "param_dtype": "params= for the dtype in which weights are stored, compute= for that in which they are multiplied",
-    **dict.fromkeys(
-        ("dtype", "compute_dtype", "half_dtype"), "the preset of the dtype first, as in 'bf16', or compute="
-    ),
-    **dict.fromkeys(("output_dtype", "cast_model_outputs"), "output="),
-    "grad_accum_dtype": "grads=",
+    "dtype compute_dtype half_dtype": "the preset of the dtype first, as in 'bf16', or compute=",
+    "output_dtype cast_model_outputs": "output=",
+    "grad_accum_dtype master_grad": "grads=fp32",
+    "kahan_sum stochastic_rounding": "master=kahan or master=stochastic",
+    "allow_tf32 fp32_precision": "torch.set_float32_matmul_precision('high') beside the policy",
     "cache_enabled": "it in mezzo.autocast(cache_enabled=...); a prepared model has cache=",
-}
+})  # fmt: skip
 PRESET_KEYS = ("preset", "policy", "precision", "mixed_precision", "opt_level", "amp_level", "dtype")
 """What other libraries call a preset, where it has a name."""
 
