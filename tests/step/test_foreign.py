@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.step.test_advice import X, adamw, net, train
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mezzo
@@ -53,3 +53,54 @@ def test_an_optimizer_with_masters_of_its_own_needs_no_word(policy: str, caplog:
     ):
         optimizer.step()
     assert "16-bit weights" not in caplog.text
+
+
+class Judge(nn.Module):
+    """Probabilities, some of them beyond what 16 bit tells from 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(8, 1)
+        nn.init.normal_(self.head.weight, std=1.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x).sigmoid()
+
+
+class JudgeOfLogits(Judge):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x)
+
+
+def loss_and_told(judge: Judge, policy: str, caplog: pytest.LogCaptureFixture) -> tuple[float, list[str]]:
+    """The first loss of a run of three steps, and what its log says of probabilities."""
+    amp = mezzo.prepare(judge, torch.optim.SGD(judge.parameters(), lr=0.0), policy)
+    x, y = torch.randn(2, 64, 8), torch.rand(64, 1).round()
+    measure = F.binary_cross_entropy_with_logits if isinstance(judge, JudgeOfLogits) else F.binary_cross_entropy
+    losses = []
+    for _ in range(3):
+        amp.zero_grad()
+        for part in x:
+            losses.append(measure(judge(part), y) + 0 * judge.head.bias.square().sum())
+            amp.backward(losses[-1] / 2)
+        amp.step()
+    return losses[0].item(), [r.getMessage() for r in caplog.records if "binary_cross_entropy" in r.getMessage()]
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16-master", "fp16"])
+def test_a_cross_entropy_of_rounded_probabilities_names_the_logits_variant(
+    policy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    right, told = loss_and_told(Judge(), "fp32", caplog)
+    assert not told
+    wrong, told = loss_and_told(Judge(), policy, caplog)
+    assert len(told) == 1 and "binary_cross_entropy_with_logits" in told[0] and "op:sigmoid=fp32" in told[0]
+    assert policy == "fp16" or abs(wrong - right) > 0.1 * right
+    caplog.clear()
+    eps = torch.finfo(torch.bfloat16).eps
+    for advised in (
+        loss_and_told(JudgeOfLogits(), policy, caplog),
+        loss_and_told(Judge(), f"{policy}, op:sigmoid=fp32", caplog),
+    ):
+        assert advised == (pytest.approx(right, rel=4 * eps), [])

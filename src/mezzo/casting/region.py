@@ -322,14 +322,10 @@ def _new_mode(plan: CastPlan) -> CastMode | None:
     # A compiled graph casts at every use, and what a cache sets up cannot be traced.
     if not plan.caches or torch.compiler.is_compiling():
         return CastMode(plan.op_rules, None, current=_recompute)
-    store = None if plan.store is not None and _goes_into_a_graph() else plan.store
+    # kept casts are none of a graph that somebody captures, whose replays would not make them anew
+    device = None if plan.store is None else accelerator_in_use()
+    store = None if device is not None and is_in_foreign_graph(device) else plan.store
     return CastMode(plan.op_rules, RegionCache(store), current=_recompute, run=run_in_fp32)
-
-
-def _goes_into_a_graph() -> bool:
-    """Whether somebody captures what runs now: kept casts are none of that graph's, whose replays would not make them anew."""
-    device = accelerator_in_use()
-    return device is not None and is_in_foreign_graph(device)
 
 
 def _saved(plan: CastPlan) -> list[tuple[str, torch.dtype, bool]]:

@@ -63,11 +63,6 @@ def usage(form: str, texts: Mapping[str, str]) -> str:
     return f"usage: mezzo {form} [OPTIONS]\n\n{rows}\n\n`mezzo {form} --help` shows the options of a {word.lower()}"
 
 
-def _usage() -> str:
-    commands = usage("COMMAND", {name: command.text for name, command in COMMANDS.items()})
-    return f"{commands};\n`mezzo --version` shows the version."
-
-
 def exit_code(end: KeyboardInterrupt) -> int:
     """Return the exit code of a command that Ctrl-C, or the signal that it names, has ended."""
     return 128 + (end.args[0] if end.args else signal.SIGINT)
@@ -115,7 +110,9 @@ def _run(name: str, words: Sequence[str]) -> int:
                     f"{option} was given an empty text, and takes a path. Write {option} . for the current folder."
                 )
         if name not in COMMANDS:
-            print(_usage() if name in _HELP else f"mezzo {__version__}", flush=True)
+            commands = usage("COMMAND", {name: command.text for name, command in COMMANDS.items()})
+            shown = f"{commands};\n`mezzo --version` shows the version."
+            print(shown if name in _HELP else f"mezzo {__version__}", flush=True)
             return 0
         check_installed(f"the command {name}", COMMANDS[name].packages)
         with nullcontext() if name == "doctor" else _ended_by_signals():  # a script may catch what it likes

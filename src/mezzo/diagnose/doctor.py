@@ -121,7 +121,8 @@ def trace_script(
 
     with followed_children(children, stop_at_fault=stop_at_fault):
         error, stopped = _end_of(traced)
-    raised_in = _raised_in(error) if error else ""
+    raised = [frame for frame, _ in traceback.walk_tb(error.__traceback__)] if error else []
+    raised_in = str(raised[-1].f_globals.get("__name__")) if raised else ""
     if isinstance(error, ImportError) and raised_in == "runpy":
         raise DataError(
             f"the {'module' if is_module else 'script'} {name!r} cannot be run: {first_line(error)}. "
@@ -146,12 +147,6 @@ def _end_of(run: Callable[[], None]) -> tuple[BaseException | None, str]:
     except Exception as failure:
         return failure, ""
     return None, ""
-
-
-def _raised_in(error: BaseException) -> str:
-    """Return the name of the module whose code raised an error."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__"))
 
 
 def _most_telling(own: TraceReport, children: Sequence[TraceReport]) -> TraceReport:

@@ -21,7 +21,7 @@ from ..kernels import any_dtensor, is_dtensor, norm_and_finite
 from ..loss_scale import LossScale, OneThread, ask_before_steps, is_bad
 from ..policy import Policy
 from .buffers import Buffers
-from .foreign import refuse_stranger
+from .foreign import refuse_stranger, warn_of_probabilities
 from .grad_passes import GradStats
 from .gradients import NOTHING, Gradients, OptimizerGrads
 from .invariants import ALWAYS, Invariants, look, unless_out_of_memory
@@ -74,7 +74,7 @@ class Engine:
         self.consensus: RankConsensus | None = None
         self.awaited: RankConsensus | None = None
         self.one_thread = OneThread()
-        self._is_alone = self.is_stepping = self.is_captured = False
+        self._is_alone = self._is_warned = self.is_stepping = self.is_captured = False
         self.join(wrapper_of(model, policy))
         check_demotion(policy, self.consensus)
         self.refusal: Exception | None = None  # of a change that was met where a compiler traced the model
@@ -228,6 +228,8 @@ class Engine:
         finally:
             if not self.replay.is_idle:
                 self.replay.stop_following()
+        if self._is_due and self.policy.is_low and not self._is_warned:
+            self._is_warned = warn_of_probabilities(loss)
 
     @contextmanager
     def external_backward(self) -> Iterator[None]:

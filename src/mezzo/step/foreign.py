@@ -28,6 +28,7 @@ from ..stamp import Stamp, version_of
 
 _log = logging.getLogger("mezzo.step")
 _SHORT = 32
+_ROUNDED = ("BinaryCrossEntropyBackward0", "ToCopyBackward0", "SigmoidBackward0")
 _named: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _AVERAGES = re.compile("Averag|E[Mm]A|Ema")
 NO_SCALER = (
@@ -203,6 +204,25 @@ def refuse_scaled(loss: Tensor) -> None:
             raise StepError(
                 f"backward(loss) was given a loss that {type(scaler).__name__}.scale multiplied. {NO_SCALER}"
             )
+
+
+def warn_of_probabilities(loss: Tensor) -> bool:
+    """Say in the log that a loss is a cross entropy of what a sigmoid rounded to 16 bit, as its graph shows; return whether it is. Host only."""
+    todo: list[tuple[Any, int]] = [(loss.grad_fn, 0)] if loss.grad_fn is not None else []
+    for node, num_met in todo:
+        is_met, following = node.name() == _ROUNDED[num_met], node.next_functions
+        if is_met and num_met == len(_ROUNDED) - 1:
+            _log.warning(
+                "binary_cross_entropy is taken of a sigmoid in 16 bit, which is 1 from logits of 6 (bf16) or 8 (fp16) on: there the loss "
+                "may be 100 and the gradient 0. Write binary_cross_entropy_with_logits (BCEWithLogitsLoss) on the values before the "
+                "sigmoid, or add 'op:sigmoid=fp32' to the policy."
+            )
+            return True
+        if len(todo) < _SHORT and (
+            is_met or not num_met or len(following) == 1
+        ):  # on from the loss, shapes and casts alone
+            todo += [(one, num_met + is_met) for one, _ in following[: 1 if is_met else None] if one is not None]
+    return False
 
 
 def _is_from(scaler: torch.amp.GradScaler, scale: Tensor, factor: Tensor) -> bool:

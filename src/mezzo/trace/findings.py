@@ -158,17 +158,14 @@ def _roots(events: list[Event], sink: Sink) -> list[Event]:
     if sources or leaves:
         return sorted([*sources, *leaves], key=lambda e: e.index)
     if mixed:
-        written = [e for e in constants if e.index in mixed[0].parents and _is_meant_finite(e, mixed[0])]
+        # an infinity that was written was meant to be a number where a layer reads it, or an optimizer writes it: a mask is added or chosen from
+        is_read = mixed[0].site.op in _LAYERS
+        written = [e for e in constants if e.index in mixed[0].parents and (is_read or e.site.phase == "optimizer")]
         return written if written and not mixed[0].full_rows else mixed[:1]
     # an output may hold -inf on purpose, as the logits of forbidden actions do; a loss may not
     if not is_asked:
         return constants
     return [e for e in constants if sink.is_loss and any(t.nan for t in e.outputs)]
-
-
-def _is_meant_finite(written: Event, mixed: Event) -> bool:
-    """Say whether an infinity that was written was meant to be a number: a mask is added or chosen from, no layer reads it, no optimizer."""
-    return mixed.site.op in _LAYERS or written.site.phase == "optimizer"
 
 
 def _is_multiplied(mixed: Event) -> bool:

@@ -204,7 +204,9 @@ class Trace:
             self._forwards += torch.is_grad_enabled()
             self._inferences += not torch.is_grad_enabled()
         with self._collector.aside():
-            self._collector.lints.model(module, self._context.site("call"), _in_region(module))
+            first = next(module.parameters(), None)
+            in_region = first is not None and torch.is_autocast_enabled(first.device.type)
+            self._collector.lints.model(module, self._context.site("call"), in_region)
             if autograd_node() is None:
                 self._collector.states.enter(module)
         self._hook_gradients(*module.parameters(), *(t for _, t in self._context.modules.inputs))
@@ -331,11 +333,6 @@ class Trace:
         self._updates += 1
         self._taken.add(self._context.step)
         self._collector.end_step()
-
-
-def _in_region(model: nn.Module) -> bool:
-    first = next(model.parameters(), None)
-    return first is not None and torch.is_autocast_enabled(first.device.type)
 
 
 def trace(model: nn.Module | None = None, *, step: int = 0) -> Trace:
