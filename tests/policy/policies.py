@@ -13,6 +13,8 @@ from mezzo.policy.table import known_ops
 
 LOW = (torch.float16, torch.bfloat16)
 FLOATS = (torch.float32, *LOW)
+_WIDER = ("fp32", "kahan", "stochastic")
+MASTERS = {torch.float32: ("none",), torch.float16: _WIDER, torch.bfloat16: ("split", *_WIDER)}
 
 # Words that mean something else in a policy's text, and characters that separate there.
 NASTY = (
@@ -67,7 +69,7 @@ def policies(draw: Any) -> Policy:
     return Policy(
         compute=draw(st.sampled_from([None, *FLOATS])),
         params=params,
-        master=draw(st.sampled_from(["split", "fp32", "kahan", "stochastic"])) if params in LOW else "none",
+        master=draw(st.sampled_from(MASTERS[params])),
         grads=draw(st.sampled_from([None, *FLOATS])),
         reduce=draw(st.sampled_from(FLOATS)),
         state=draw(st.sampled_from(FLOATS)),

@@ -37,11 +37,20 @@ def test_a_policy_is_a_value(policy: Policy) -> None:
 
 @pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
 def test_16_bit_params_need_a_master(low: torch.dtype) -> None:
-    with pytest.raises(PolicyError, match="loses small updates; write master=split, fp32, kahan or stochastic"):
+    modes = "split, fp32, kahan or stochastic" if low is torch.bfloat16 else "fp32, kahan or stochastic"
+    with pytest.raises(PolicyError, match=f"loses small updates; write master={modes}"):
         Policy(params=low)
     with pytest.raises(PolicyError, match="master=kahan needs 16-bit params"):
         Policy(master="kahan")
     assert Policy(params=low, master="kahan").params is low
+
+
+def test_16_more_bits_make_no_fp32_value_of_an_fp16_weight() -> None:
+    want = r"params=fp16 with master=split .*; write master=fp32, kahan or stochastic, or params=bf16"
+    with pytest.raises(PolicyError, match=want):
+        Policy(params=torch.float16, master="split")
+    with pytest.raises(PolicyError, match=want):
+        Policy.parse("bf16-master, params=fp16")
 
 
 @pytest.mark.parametrize("name", ["compute", "params", "grads", "reduce", "state", "output", "loss"])

@@ -246,9 +246,13 @@ class PolicyFields:
               f"scaling={shown(self.scaling)} must be a ScalingConfig or None.")  # fmt: skip
         check(isinstance(self.guard, GuardConfig), f"guard={shown(self.guard)} must be a GuardConfig.")
         if self.params in LOW_DTYPES:
+            is_fp16 = self.params is torch.float16
             check(self.master != "none",
                   f"params={dtype_name(self.params)} with master=none loses small updates; "
-                  "write master=split, fp32, kahan or stochastic, or params=fp32.")  # fmt: skip
+                  f"write master={'' if is_fp16 else 'split, '}fp32, kahan or stochastic, or params=fp32.")  # fmt: skip
+            check(not (is_fp16 and self.master == "split"),
+                  "params=fp16 with master=split would be no fp32 value, whose exponent fp16 has not; write master=fp32, "
+                  "kahan or stochastic, or params=bf16.")  # fmt: skip
         else:
             check(
                 self.master == "none", f"master={self.master} needs 16-bit params; write params=bf16, or master=none."
