@@ -72,7 +72,7 @@ def policies(draw: Any) -> Policy:
         master=draw(st.sampled_from(MASTERS[params])),
         grads=draw(st.sampled_from([None, *FLOATS])),
         reduce=draw(st.sampled_from(FLOATS)),
-        state=draw(st.sampled_from(FLOATS)),
+        state=draw(st.sampled_from((torch.float32, torch.bfloat16))),
         output=draw(st.sampled_from([None, *FLOATS])),
         loss=draw(st.sampled_from(FLOATS)),
         ops=draw(op_rules),

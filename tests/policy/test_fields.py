@@ -45,6 +45,13 @@ def test_16_bit_params_need_a_master(low: torch.dtype) -> None:
     assert Policy(params=low, master="kahan").params is low
 
 
+def test_moments_do_not_fit_fp16() -> None:
+    """As the optimizers say in the first step: squares of gradients leave its range."""
+    with pytest.raises(PolicyError, match="state=fp16 cannot hold moments; write state=bf16 or state=fp32"):
+        Policy.parse("fp16-master, state=fp16")
+    assert Policy.parse("fp16-master, state=bf16").state is torch.bfloat16
+
+
 def test_16_more_bits_make_no_fp32_value_of_an_fp16_weight() -> None:
     want = r"params=fp16 with master=split .*; write master=fp32, kahan or stochastic, or params=bf16"
     with pytest.raises(PolicyError, match=want):

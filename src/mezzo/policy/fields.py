@@ -245,6 +245,7 @@ class PolicyFields:
         check(self.scaling is None or isinstance(self.scaling, ScalingConfig),
               f"scaling={shown(self.scaling)} must be a ScalingConfig or None.")  # fmt: skip
         check(isinstance(self.guard, GuardConfig), f"guard={shown(self.guard)} must be a GuardConfig.")
+        check(self.state is not torch.float16, "state=fp16 cannot hold moments; write state=bf16 or state=fp32.")
         if self.params in LOW_DTYPES:
             is_fp16 = self.params is torch.float16
             check(self.master != "none",
