@@ -146,3 +146,27 @@ def test_hooks_of_every_optimizer_see_no_trial() -> None:
     finally:
         handle.remove()
     assert not seen
+
+
+@pytest.mark.parametrize("name", ["RMSprop", "Adagrad", "Adadelta", "ASGD"])
+@pytest.mark.parametrize(
+    ("policy", "max_norm"),
+    [("bf16-master", 0.01), ("fp16-master, scaling=256", None), ("fp16-master, scaling=256", 0.01)],
+)
+def test_fp32_weights_beside_masters_take_narrow_gradients_that_are_divided_or_clipped(
+    name: str, policy: str, max_norm: float | None
+) -> None:
+    ends = []
+    for grads in ("none", policy[:4]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+        amp = mezzo.prepare(model, getattr(torch.optim, name)(model.parameters()), f"{policy}, grads={grads}")
+        for x in torch.randn(3, 8, 4):
+            amp.zero_grad()
+            amp.backward(model(x).square().mean())
+            assert amp.step(max_norm=max_norm)
+        amp.report(strict=True)
+        ends.append(amp.export_weights())
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {model[0].weight.dtype}
+    eps = torch.finfo(model[0].weight.dtype).eps
+    torch.testing.assert_close(*ends, rtol=4 * eps, atol=4 * eps)

@@ -24,4 +24,5 @@ from .state import LossScale as LossScale
 from .state import can_move_in_place as can_move_in_place
 from .state import move_ as move_
 from .state import next_state as next_state
+from .unscale import assign_grad_ as assign_grad_
 from .unscale import real_values as real_values

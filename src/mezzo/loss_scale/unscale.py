@@ -143,3 +143,10 @@ def _shared(found: Tensor, group: _Group) -> Tensor:
     assert group.placements is not None
     spread = [p if isinstance(p, Replicate) else Partial("max") for p in group.placements]
     return DTensor.from_local(found, group.mesh, spread, run_check=False).full_tensor()
+
+
+def assign_grad_(param: Tensor, grad: Tensor | None, dtype: torch.dtype) -> None:
+    """Assign a gradient of a dtype that torch may refuse beside the one that gradients of the parameter have now. Writes: `.grad`, `grad_dtype`. Host only."""
+    if param.grad_dtype not in (dtype, None):
+        param.grad, param.grad_dtype = None, dtype
+    param.grad = grad

@@ -17,7 +17,7 @@ from .._torch import has_load_hooks, is_fused
 from ..errors import ConfigError, MasterError, StepError, did_you_mean, first_line, is_out_of_memory, shown
 from ..formats import describe, is_one_of
 from ..kernels import AUX_STATE, ScaledGradients
-from ..loss_scale import StepScaling, handing, parameters
+from ..loss_scale import StepScaling, assign_grad_, handing, parameters
 from ..policy import Master
 from .base import MasterOptimizer
 from .checks import HOW, check_closure, check_seed, taking_params
@@ -345,7 +345,7 @@ class MasterWeights(HasMasters):
         self._stepping = False
         self._replace({fp32_param: p for p, fp32_param in self.masters.fp32_params.items()})
         for p, grad in step.raw.items():
-            p.grad = grad
+            assign_grad_(p, grad, grad.dtype)
         self._rekey({fp32_param: p for p, fp32_param in step.fp32_params.items()})
         for p, held in step.aux.items():
             if held is not None:
@@ -370,7 +370,7 @@ class MasterWeights(HasMasters):
             grad = grads.read(0, target.dtype)
             # torch's fused kernels walk memory and take for granted that a gradient lies as its weight does
             other_way = target is not p and grad.layout is torch.strided and grad.stride() != target.stride()
-            target.grad = torch.empty_like(target).copy_(grad) if other_way else grad
+            assign_grad_(target, torch.empty_like(target).copy_(grad) if other_way else grad, target.dtype)
 
 
 def _checked_hooks(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -20,7 +20,7 @@ from .._torch import foreach_mul_, profiler_enabled, sparse_values
 from ..errors import StepError, kind_of, listed, shown
 from ..formats import LARGEST, number_of
 from ..kernels import factor_for, is_dtensor, local, move
-from ..loss_scale import AccumulationState, real_values
+from ..loss_scale import AccumulationState, assign_grad_, real_values
 from ..stamp import Stamp
 
 _log = logging.getLogger("mezzo.step")
@@ -68,7 +68,7 @@ def true_gradients(params: Sequence[Tensor], pending: AccumulationState) -> Iter
     pending.broken = HALF_SHOWN  # until they are put back
     narrow = {p: p.grad for p in params if p.grad is not None and p.grad.dtype is torch.float16}
     for p, grad in narrow.items():
-        _replace(p, grad.float())
+        assign_grad_(p, grad.float(), torch.float32)
     multiply_([p.grad for p in params if p.grad is not None], scale.reciprocal())
     shown = {p: p.grad for p in params}
     try:
@@ -81,14 +81,8 @@ def true_gradients(params: Sequence[Tensor], pending: AccumulationState) -> Iter
             multiply_([p.grad for p in params if p.grad is not None], scale)
             for p, grad in narrow.items():
                 wide = p.grad
-                _replace(p, None if wide is None else grad.copy_(wide), torch.float16)
+                assign_grad_(p, None if wide is None else grad.copy_(wide), torch.float16)
             pending.broken = ""
-
-
-def _replace(param: Tensor, grad: Tensor | None, dtype: torch.dtype = torch.float32) -> None:
-    param.grad = None
-    param.grad_dtype = dtype
-    param.grad = grad
 
 
 def add_up_parts_(params: Iterable[Tensor]) -> bool:
