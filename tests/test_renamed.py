@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import mezzo
+from mezzo.policy import presets
 
 
 @pytest.mark.parametrize(("old", "new"), [("dist", "distributed"), ("scaling", "loss_scale")])
@@ -93,7 +94,7 @@ def test_a_policy_that_is_none_here(name: str, word: str) -> None:
     ("edit", "word"),
     [
         ("master_grad=true", "grads=fp32"), ("custom_white_list=softmax", "op:softmax=low"), ("custom_black_list=softmax", "op:softmax=fp32"),
-        ("excluded_layers=head", "head.*=fp32"), ("full_precision_layers=head", "head.*=fp32"), ("allow_tf32=true", "set_float32_matmul_precision"),
+        ("excluded_layers=head", "module:head=fp32"), ("full_precision_layers=head", "module:head=fp32"), ("allow_tf32=true", "set_float32_matmul_precision"),
         ("kahan_sum=true", "master=kahan"), ("stochastic_rounding=true", "master=stochastic"),
     ],
 )  # fmt: skip
@@ -102,6 +103,14 @@ def test_an_edit_of_another_library(edit: str, word: str) -> None:
         mezzo.errors.PolicyError, match=f"unknown key '{edit.partition('=')[0]}': write .*{re.escape(word)}"
     ):
         mezzo.Policy.parse(f"bf16, {edit}")
+
+
+@pytest.mark.parametrize(
+    "sentence", sorted({*mezzo._ELSEWHERE.values(), *presets._INSTEAD.values(), *presets._KEYS_INSTEAD.values()})
+)
+def test_the_edits_that_are_advised_are_read(sentence: str) -> None:
+    for edit in re.findall(r"'([^']*=[^']*)'", sentence):
+        mezzo.Policy.parse(edit if edit.startswith("fp16, ") else f"fp16, {edit}")
 
 
 def test_a_stepper_is_made_by_prepare() -> None:

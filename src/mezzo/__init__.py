@@ -36,7 +36,7 @@ _SENTENCES = {
     "initialize scale_loss backward unscale_ LossScaleOptimizer FP16_Optimizer decorate auto_mixed_precision": "write amp = mezzo.prepare(model, optimizer, policy), then amp.backward(loss) and amp.step()",
     "clip_grad_norm_ clip_grad_value_": "write amp.step(max_norm=...) or amp.step(clip_value=...)",
     "master_params state_dict load_state_dict": "ask what mezzo.prepare returns: amp.optimizers, amp.state_dict()",
-    "half_function float_function promote_function disable_casts register_half_function register_float_function": "write a rule of the policy: 'op:softmax=fp32', 'head=fp32'",
+    "half_function float_function promote_function disable_casts register_half_function register_float_function": "write a rule of the policy: 'op:softmax=fp32', 'module:head=fp32'",
     "set_global_policy set_policy MixedPrecision MixedPrecisionPolicy mixed_precision half DTypePolicy cast_model to_low_precision": "write mezzo.prepare(model, optimizer, 'bf16')",
     "is_autocast_enabled get_autocast_dtype": "mezzo.autocast sets torch's own switch: ask torch.{name}('cpu')",
     "Accelerator": "write mezzo.integrations.accelerate.Accelerator",

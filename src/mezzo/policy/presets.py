@@ -63,7 +63,7 @@ _KEYS_INSTEAD = _by_name({
     "min_loss_scale": "scaling.min_scale=1",
     "enabled": "fp32, and nothing else, where nothing is to be cast",
     "keep_batchnorm_fp32": "a rule for the modules, as in '*.bn*=fp32'; batch norms keep their statistics in fp32 without one",
-    "excluded_layers full_precision_layers fp32_modules": "a rule for the modules, as in 'head.*=fp32'",
+    "excluded_layers full_precision_layers fp32_modules": "a rule for the modules, as in 'module:head=fp32'",
     "custom_white_list custom_black_list": "op rules, as in 'op:softmax=low' and 'op:softmax=fp32'",
     "param_dtype": "params= for the dtype in which weights are stored, compute= for that in which they are multiplied",
     "dtype compute_dtype half_dtype": "the preset of the dtype first, as in 'bf16', or compute=",
