@@ -188,6 +188,26 @@ def test_fractional_pooling_draws_its_regions_in_the_dtype_of_its_input(dims: in
     assert torch.equal(pooled(ours, return_indices=True)[1], pooled(torchs, return_indices=True)[1])
 
 
+OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rsub": lambda x: 1 - x,
+    "reciprocal": lambda x: 1 / x,
+    "floor_divide": lambda x: 5 // x,
+    "floor_divide ": lambda x: x // 2,
+    "remainder": lambda x: 5 % x,
+    "remainder ": lambda x: x % 2,
+    "pow": lambda x: 2**x,
+    "sub": lambda x: x - 1,
+    "mul": lambda x: 2 * x,
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_rule_holds_for_the_operator_too(name: str) -> None:
+    """By the names that a trace has for `1 - x` and `1 / x`, which may stand in the edit that it proposes."""
+    with mezzo.autocast("cpu", policy=f"bf16, op:{name.strip()}=fp32"):
+        assert OPERATORS[name](torch.full((3,), 3.0, dtype=torch.bfloat16)).dtype is torch.float32
+
+
 WITHOUT_A_KERNEL: dict[str, Callable[[Tensor], Tensor]] = {
     "linalg.norm, 2": lambda x: torch.linalg.norm(x, 2),
     "linalg.norm": torch.linalg.norm,

@@ -22,6 +22,7 @@ ALIASES: Mapping[str, str] = MappingProxyType(
     {
         "__matmul__": "matmul", "__rmatmul__": "matmul", "linalg_matmul": "matmul",
         "__pow__": "pow", "__rpow__": "pow", "float_power": "pow", "__rdiv__": "reciprocal", "__rtruediv__": "reciprocal",
+        "__rsub__": "rsub", "__floordiv__": "floor_divide", "__rfloordiv__": "floor_divide", "__rmod__": "remainder",
         "arccos": "acos", "arcsin": "asin", "special_exp2": "exp2", "special_expm1": "expm1",
         "special_log1p": "log1p", "special_logsumexp": "logsumexp", "special_softmax": "softmax",
         "special_log_softmax": "log_softmax", "special_erfinv": "erfinv", "linalg_cross": "cross",
