@@ -446,6 +446,7 @@ _C: Any = torch._C
 OP_NAMESPACES = (_C._VariableFunctions, _C._nn, _C._sparse, torch.linalg, torch.special, torch.fft, _C.TensorBase)
 """Where the callables behind aten's op names live."""
 LOWRANK = torch._lowrank
+UNSEEN = frozenset({"svd_lowrank", "pca_lowrank", "lobpcg"})  # show plain tensors to no function mode
 
 
 def ops_with_kernel(dispatch_key: str) -> Iterator[str]:

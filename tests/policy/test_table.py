@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mezzo.policy import table
+from mezzo.errors import PolicyError
+from mezzo.policy import Policy, table
 from mezzo.policy.table import DISPATCH_KEYS, FAMILIES, known_ops, op_table, registered
 
 # Ops that only some of the supported torch versions list: (device, op) -> the first version that has it, the first that has not.
@@ -77,3 +78,11 @@ def test_one_mezzo_table_for_all_devices_and_every_difference_explained() -> Non
 def test_every_row_can_be_edited() -> None:
     assert {op for name in ("torch", "mezzo") for op in op_table(name, "cpu")} <= known_ops()
     assert {"tanh", "cumsum", "softmax", "matmul"} <= known_ops()
+
+
+@pytest.mark.parametrize("name", ["svd_lowrank", "pca_lowrank", "lobpcg"])
+def test_no_rule_is_promised_for_what_torch_shows_no_mode(name: str) -> None:
+    """torch hands plain tensors in these past every function mode: their products ran in 16 bit under a rule that said fp32."""
+    assert name not in op_table("mezzo", "cpu")
+    with pytest.raises(PolicyError, match=f"unknown op '{name}'"):
+        Policy.parse(f"bf16, op:{name}=fp32")

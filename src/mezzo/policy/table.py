@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from .._torch import ops_with_kernel
+from .._torch import UNSEEN, ops_with_kernel
 from .families import FAMILIES, Family
 from .kinds import Rule
 
@@ -118,6 +118,6 @@ def known_ops() -> frozenset[str]:
     Syncs: no.
     """
     overridable = [f for functions in torch.overrides.get_overridable_functions().values() for f in functions]
-    names = {f.__name__ for f in overridable if hasattr(f, "__name__")}
+    names = {f.__name__ for f in overridable if hasattr(f, "__name__")} - UNSEEN
     public = {name for name in names if not name.startswith("__") and not name.endswith("_")}
     return frozenset(public) | {op for family in FAMILIES for op in family.ops}

@@ -228,8 +228,7 @@ class Engine:
         finally:
             if not self.replay.is_idle:
                 self.replay.stop_following()
-        if self._is_due and self.policy.is_low and not self._is_warned:
-            self._is_warned = warn_of_probabilities(loss)
+        self._is_warned = self._is_warned or (self._is_due and self.policy.is_low and warn_of_probabilities(loss))
 
     @contextmanager
     def external_backward(self) -> Iterator[None]:
