@@ -43,6 +43,12 @@ def test_a_preset_is_its_own_text(name: str) -> None:
     assert str(PRESETS[name]) == name
 
 
+@pytest.mark.parametrize("sign", [",", "=", ";", '"', "\\"])
+def test_a_pattern_may_hold_what_separates_edits(sign: str) -> None:
+    policy = Policy(modules=(ModuleRule(pattern=f"a{sign}*", precision=Rule.FP32),))
+    assert Policy.parse(str(policy)) == policy
+
+
 @given(policies())
 def test_spaces_and_the_case_of_values_do_not_matter(policy: Policy) -> None:
     text = written(policy)

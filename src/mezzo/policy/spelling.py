@@ -141,7 +141,7 @@ def read_module_rule(key: str, word: str) -> ModuleRule:
 def write_module_rule(rule: ModuleRule) -> str:
     """Return the edit that `read_module_rule` turns back into the rule."""
     pattern = rule.pattern
-    if any(sign in pattern for sign in ',="') or pattern != pattern.strip():
+    if any(sign in pattern for sign in ',;="') or pattern != pattern.strip():
         pattern = f"module:{json.dumps(pattern, ensure_ascii=False)}"
     elif not is_pattern(pattern) or pattern.startswith("?"):
         pattern = f"module:{pattern}"
