@@ -155,3 +155,18 @@ def test_a_missing_tensorboard_names_the_extra(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ConfigError, match=r"pip install 'mezzo\[trackers\]'"):
         mezzo.monitor(prepared(), to="runs")
+
+
+def test_gradients_that_were_flushed_since_the_last_report_are_written() -> None:
+    """They are measured in some steps only, which need not be those that are reported."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6)])
+    amp, log = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp16, scaling=none"), Log()
+    x, measured = torch.randn(16, 32), []
+    with mezzo.monitor(amp, every=4, to=log):
+        for factor in (*[1e-6] * 4, *[1.0] * 8):
+            amp.zero_grad()
+            amp.backward(model(x).square().mean() * factor)
+            measured.append(amp.step().flushed)
+    assert max(measured[:4]) > 0.9 and measured[-4:] == [0.0] * 4
+    assert [values["mezzo/flushed"] for _, values in log.rows] == [max(measured[i : i + 4]) for i in (0, 4, 8)]

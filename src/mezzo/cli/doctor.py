@@ -71,12 +71,6 @@ def _check(options: argparse.Namespace) -> None:
         check_writable("--html", html)
 
 
-def _code(run: ScriptRun) -> int:
-    if not run.report.record.ops:
-        return UNTRACED if run.error is None else UNSEEN
-    return {"faulty": FAULTY, "healthy": HEALTHY, "not enough seen": UNSEEN}[run.report.answer]
-
-
 def _user_frames(error: BaseException) -> TracebackType | None:
     """Return the traceback of an error from the first frame that is the user's: none for what Python cannot read, all where there is none."""
     frames = error.__traceback__
@@ -145,6 +139,7 @@ def run(argv: Sequence[str]) -> int:
             how = {"steps": options.steps, "stop_at_fault": not options.all, "is_module": options.is_module}
             traced = trace_script(options.script, options.args, **how)
             _tell_end(traced)
-            report, code = traced.report, _code(traced)
+            report, codes = traced.report, {"faulty": FAULTY, "healthy": HEALTHY, "not enough seen": UNSEEN}
+            code = codes[report.answer] if report.record.ops else UNTRACED if traced.error is None else UNSEEN
     _print(report, options)
     return code

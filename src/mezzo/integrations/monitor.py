@@ -72,6 +72,7 @@ class Monitor:
         self._unread: list[StepResult] = []
         self._skips = Counter(dict.fromkeys(REASONS, 0))
         self._sample: _Sample | None = None
+        self._flushed = 0.0
         own.callback(amp.observe(self))
 
     def before_step(self) -> None:
@@ -84,7 +85,9 @@ class Monitor:
         self._seen += 1
         self._unread.append(result)
         while self._unread and (self._unread[0].is_read or self._sample is not None):
-            if (reason := self._unread.pop(0).reason) is not None:
+            step = self._unread.pop(0)
+            self._flushed = max(self._flushed, step.flushed)
+            if (reason := step.reason) is not None:
                 self._skips[reason] += 1
         if self._sample is not None:
             self._write(result, self._sample)
@@ -94,6 +97,7 @@ class Monitor:
         values = {
             "scale": result.scale,
             "grad_norm": result.grad_norm,
+            "flushed": self._flushed,
             **seen,
             "skipped": float(self._skips.total()),
             **{f"skipped_by_{reason}": float(count) for reason, count in self._skips.items()},
@@ -101,6 +105,7 @@ class Monitor:
         finite = {f"mezzo/{name}": value for name, value in values.items() if math.isfinite(value)}
         for write in self._writers:
             write(finite, self._seen)
+        self._flushed = 0.0
 
     def close(self) -> None:
         """Stop, and end what this monitor opened."""
@@ -116,7 +121,7 @@ class Monitor:
 def monitor(amp: Stepper, *, every: int = 100, to: object = None) -> Monitor:
     """Write a prepared run to TensorBoard or Weights & Biases: its loss scale, skips and their causes, norms, what is lost.
 
-    Names begin with "mezzo/": `scale`, `grad_norm` (true, before clipping), `skipped` and `skipped_by_loss`, `_gradients`,
+    Names begin with "mezzo/": `scale`, `grad_norm` (true, before clipping), `flushed` (largest since the last report), `skipped` and `skipped_by_loss`, `_gradients`,
     `_buffers` (counted since the monitor began), `headroom_binades` (from the largest gradient, as it is carried, to
     the largest number of the compute dtype), `lost_updates` (share of weights with a gradient that an applied step
     did not move; 0 where masters keep what the weight cannot hold). What is not finite is left out.
