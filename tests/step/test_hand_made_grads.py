@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -121,3 +122,39 @@ def test_a_loss_inside_of_a_backward_is_told_where_it_belongs() -> None:
     y.register_hook(again)
     with pytest.raises(StepError, match=r"^backward\(loss\) was called while a backward pass runs"):
         amp.backward(y.sum())
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16-master", "fp16", "fp16-master"])
+def test_updates_by_hand_have_true_gradients_or_none(policy: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    plain = copy.deepcopy(model)
+    amp, x = mezzo.prepare(model, None, policy), torch.randn(8, 4)
+
+    def loss() -> Tensor:
+        return model(x).square().mean()
+
+    (by_hand,) = amp.grad(loss(), model.weight)  # what the refusal says to write
+    plain(x).square().mean().backward()
+    assert plain.weight.grad is not None
+    torch.testing.assert_close(by_hand.float(), plain.weight.grad, rtol=4 * torch.finfo(torch.bfloat16).eps, atol=1e-3)
+    if policy.startswith("bf16"):
+        amp.backward(loss())
+        assert model.weight.grad is not None and torch.equal(model.weight.grad, by_hand.to(model.weight.dtype))
+        return
+    for call, backward in (
+        ("backward(loss)", lambda: amp.backward(loss())),
+        ("external_backward()", lambda: outside(amp)),
+    ):
+        with pytest.raises(StepError) as error:
+            backward()
+        assert str(error.value) == (
+            f"{call} was called on a model prepared without an optimizer, for inference. Write mezzo.prepare(model, optimizer, "
+            "policy), or, for updates by hand, amp.grad(loss, list(model.parameters())), whose gradients carry no loss scale."
+        )
+        assert all(p.grad is None for p in model.parameters())
+
+
+def outside(amp: mezzo.Stepper) -> None:
+    with amp.external_backward():
+        amp.scaled(amp.model(torch.ones(3, 4)).sum()).backward()

@@ -68,7 +68,12 @@ def test_a_weighted_loss_is_no_scaled_loss() -> None:
 @pytest.mark.parametrize(
     ("model", "optimizer", "words"),
     [
-        (None, None, "nn.Module as its model, and got NoneType"),
+        (
+            None,
+            None,
+            r"nn.Module as its model, and got NoneType\. Write .*ParameterList\(\[\.\.\.\]\) for weights that are in none",
+        ),
+        ([nn.Linear(1, 1)], None, r"got list\. Write nn\.ModuleList\(\[\.\.\.\]\) for several models"),
         (nn.Linear, None, "nn.Module as its model, and got the class Linear"),
         (torch.optim.SGD([torch.ones(1)]), nn.Linear(1, 1), "got SGD. The model comes first"),
         (nn.Linear(1, 1), torch.optim.SGD, "optimizer that was made, or a list of them, and got the class SGD"),

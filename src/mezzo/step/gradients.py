@@ -29,6 +29,7 @@ from .leftovers import (
     is_stale,
     is_zero,
     nonzero,
+    refuse_no_optimizer,
     refuse_no_params,
     refuse_replaced,
     why_no_gradients,
@@ -149,6 +150,8 @@ class Gradients:
 
     def _begin(self, params: Sequence[Tensor], scale: Tensor | None, call: str) -> AccumulationState:
         """Return the step that a backward pass adds to, opened if there is none."""
+        if scale is not None and not self.optimizers:
+            refuse_no_optimizer(call)
         pending = None if self.is_abandoned or self._are_zeroed(params) else self._pending
         if pending is None:
             pending = AccumulationState(scale, self.home, penalty_bad=self._penalty_bad)
@@ -278,10 +281,7 @@ class Gradients:
         """Return the step in the making; a StepError if there is none, or its gradients are not whole."""
         self._refuse_while_shown(call)
         if not self.optimizers:
-            raise StepError(
-                f"{call} was called on a model prepared without an optimizer, for inference. "
-                "Write mezzo.prepare(model, optimizer, policy)."
-            )
+            refuse_no_optimizer(call)
         if self._pending is None and self._by_turns:
             self._pending = self._leftovers.pending
         if self._pending is None and self._leftovers.spent_by:
@@ -384,16 +384,14 @@ class Gradients:
             return
         if pending.stale:
             forget_zeros_(pending, changed)
-        if pending.scale is None and not any(map(is_summed_apart, params)):
-            self._versions.note(params)
-        elif edited := nonzero(self.optimizers, self._versions.edited(params)):
+        is_true = pending.scale is None and not any(map(is_summed_apart, params))
+        if not is_true and (edited := nonzero(self.optimizers, self._versions.edited(params))):
             raise StepError(
                 f"the gradients of {listed([self._names[p] for p in edited])} were changed since backward(loss), while they carry the loss scale. "
                 "Edit them inside `with amp.unscaled_grads():`, clip with amp.step(max_norm=...), and write "
                 "amp.backward(loss) for every loss.backward()."
             )
-        else:
-            self._versions.note(params)
+        self._versions.note(params)
 
     def _refuse_while_shown(self, call: str) -> None:
         if self._is_shown:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -160,6 +161,14 @@ def forget_zeros_(pending: AccumulationState, params: Iterable[Tensor]) -> None:
     for p in params:
         if is_stale(pending, p) and is_zero(p):
             del pending.stale[p]
+
+
+def refuse_no_optimizer(call: str) -> NoReturn:
+    """Refuse, by a StepError, a call of a step where no optimizer takes one. Host only."""
+    raise StepError(
+        f"{call} was called on a model prepared without an optimizer, for inference. Write mezzo.prepare(model, optimizer, "
+        "policy), or, for updates by hand, amp.grad(loss, list(model.parameters())), whose gradients carry no loss scale."
+    )
 
 
 def refuse_no_params(optimizers: Iterable[Optimizer]) -> None:

@@ -206,9 +206,10 @@ def _offer_fused(optimizers: Sequence[Optimizer], kind: str) -> None:
 def optimizers_of(call: str, model: object, optimizer: object) -> list[Optimizer]:
     """Return what a call was given as optimizers, after a look at the kinds of both; a StepError if the model is none, or one of the optimizers."""
     if not isinstance(model, nn.Module):
-        hint = " The model comes first." if isinstance(model, Optimizer) else ""
+        hint = "Write nn.ModuleList([...]) for several models, nn.ParameterList([...]) for weights that are in none."
         raise StepError(
-            f"{call}(model, optimizer, policy) takes an nn.Module as its model, and got {kind_of(model)}.{hint}"
+            f"{call}(model, optimizer, policy) takes an nn.Module as its model, and got {kind_of(model)}. "
+            + ("The model comes first." if isinstance(model, Optimizer) else hint)
         )
     if optimizer is None:
         return []
