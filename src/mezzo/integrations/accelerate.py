@@ -267,7 +267,7 @@ def check_precision(other: object, policy: PolicyLike) -> None:
     """Refuse a precision beside a policy. Raises: PolicyError: there is one."""
     if other not in (None, "no"):
         raise PolicyError(
-            f"mixed_precision={other!s} was asked for beside policy={policy!s}; one must win, and neither should in silence. Leave out "
+            f"mixed_precision={other!s} was asked for beside policy={policy!s}, which alone says the precision. Leave out "
             f"mixed_precision (argument, launcher or ACCELERATE_MIXED_PRECISION), or {other!s}=True of TrainingArguments, and write policy={str(other)!r} if it is meant."
         )
 
