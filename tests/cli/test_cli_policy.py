@@ -182,6 +182,16 @@ def test_a_pipe_that_closes_early_is_no_error(words: list[str]) -> None:
     assert (shown.stdout, shown.stderr) == ("141\n", "")
 
 
+@pytest.mark.parametrize(("word", "usage"), [("show", "[-h] [POLICY]"), ("why", "POLICY [MODULE]")])
+def test_help_says_what_stands_for_a_word_that_is_left_out(
+    word: str, usage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["policy", word, "--help"])
+    place = capsys.readouterr().out.partition("─ options")[0]
+    assert usage in place and "(default: " in place and "None" not in place
+
+
 COMMAND = [sys.executable, "-m", "mezzo", "policy"]
 CLOSED_PIPE = """
 import os, subprocess, sys

@@ -63,6 +63,19 @@ def test_standard_output_on_a_full_disk_is_named_once() -> None:
     assert (ended.returncode, ended.stderr) == (2, "mezzo --version: standard output: No space left on device.\n")
 
 
+def test_complaints_have_no_colour_where_none_is_wanted() -> None:
+    command = [sys.executable, "-m", "mezzo", "policy", "shw"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHON_TYRO_ANSI_CODES"}
+    ends, other = os.openpty()  # a terminal on standard output is what has them coloured
+    asked = environment | {"TERM": "xterm", "NO_COLOR": "1"}
+    on_terminal = subprocess.Popen(command, stdout=other, stderr=other, env=asked)
+    in_pipe = subprocess.Popen(command, stdout=other, stderr=subprocess.PIPE, env=asked | {"NO_COLOR": ""})
+    os.close(other)
+    for shown in (in_pipe.communicate()[1], on_terminal.wait() and os.read(ends, 4096)):
+        assert b"Unrecognized" in shown and b"\x1b[" not in shown
+    os.close(ends)
+
+
 @pytest.fixture
 def ended(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> Ended:
     """Train with `end` called before some update, from 0; return the exit code."""

@@ -93,6 +93,8 @@ def _accept_any_text() -> None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
         elif isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    if os.environ.get("NO_COLOR") or sys.stderr is None or not sys.stderr.isatty():
+        os.environ.setdefault("PYTHON_TYRO_ANSI_CODES", "False")  # tyro asks standard output alone, and not NO_COLOR
     if not isinstance(sys.stderr, BestEffort):
         sys.stderr = cast(TextIO, BestEffort(sys.stderr))
 

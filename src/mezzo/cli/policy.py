@@ -17,8 +17,19 @@ from ..report import table_text
 from .main import terminal_width
 
 PolicyText = Annotated[str, tyro.conf.arg(metavar="POLICY", help="a policy's text, or the path of a .toml file")]
+Shown = Annotated[
+    str | None,
+    tyro.conf.arg(
+        metavar="[POLICY]", help="its text, or the path of a .toml file", help_behavior_hint="(default: the presets)"
+    ),
+]
 ModuleName = Annotated[
-    str | None, tyro.conf.arg(metavar="MODULE", help="the module's full name, such as encoder.layer.3.norm")
+    str | None,
+    tyro.conf.arg(
+        metavar="[MODULE]",
+        help="its full name, such as encoder.layer.3.norm",
+        help_behavior_hint="(default: code in none with a rule)",
+    ),
 ]
 Device = Annotated[Literal["cpu", "cuda", "mps", "xpu"], tyro.conf.arg(help="whose op table and units are meant")]
 Json = Annotated[bool, tyro.conf.arg(name="json", help="print JSON instead of tables")]
@@ -30,9 +41,7 @@ def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     print(table_text(columns, rows, width=terminal_width()))
 
 
-def show(
-    policy: tyro.conf.Positional[PolicyText | None] = None, /, *, device: Device = "cpu", as_json: Json = False
-) -> int:
+def show(policy: tyro.conf.Positional[Shown] = None, /, *, device: Device = "cpu", as_json: Json = False) -> int:
     """Show a policy's settings and rules, and where each is written; or the presets."""
     if policy is None:
         return _show_presets(as_json)
