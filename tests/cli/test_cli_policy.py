@@ -188,7 +188,7 @@ def test_help_says_what_stands_for_a_word_that_is_left_out(
 ) -> None:
     with pytest.raises(SystemExit):
         main(["policy", word, "--help"])
-    place = capsys.readouterr().out.partition("─ options")[0]
+    place = capsys.readouterr().out.partition("-h, --help")[0]
     assert usage in place and "(default: " in place and "None" not in place
 
 
