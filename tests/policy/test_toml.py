@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,35 @@ from mezzo.policy import PRESETS, GuardConfig, ModuleRule, OpRules, Policy, Rule
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("policies")
+
+
+class OfAnotherLibrary(Sequence[str]):
+    """A list as config libraries have them."""
+
+    def __init__(self, *held: str) -> None:
+        self._held = held
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._held[index]
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+
+@pytest.mark.parametrize(
+    "kind", [list, tuple, lambda rules: OfAnotherLibrary(*rules), lambda rules: dict(r.split("=") for r in rules)]
+)
+def test_rules_of_configs(kind: Any, tmp_path: Path) -> None:
+    """Rules in any sequence, or in a table of names, which a YAML file or an override by name has."""
+    found = Policy.from_dict(
+        {"preset": "bf16", "modules": kind(["*.head=fp32", "?gone=bf16"]), "op_rules": kind(["mean=fp32"])}
+    )
+    assert found == Policy.parse("bf16, *.head=fp32, ?module:gone=bf16, op:mean=fp32")
+    assert Policy.from_dict({"preset": "bf16", "modules": kind([])}) == Policy.parse("bf16")
+    (tmp_path / "p.toml").write_text('preset = "bf16"\n[modules]\n"*.head" = "fp32"\n')
+    assert Policy.load(tmp_path / "p.toml") == Policy.parse("bf16, *.head=fp32")
+    with pytest.raises(PolicyError, match=r"^'modules', entry 2: .*'fp23'.*Did you mean 'fp32'"):
+        Policy.from_dict({"modules": kind(["a=fp32", "b=fp23"])})
 
 
 @settings(max_examples=100)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -82,7 +82,9 @@ def _value(key: str, kind: object, value: object) -> object:
 
 
 def _rules(key: str, entries: object, read_rule: Callable[[str, str], _T]) -> tuple[_T, ...]:
-    if not isinstance(entries, list):
+    if isinstance(entries, Mapping):
+        entries = [f"{name}={word}" for name, word in entries.items()]
+    if isinstance(entries, str) or not isinstance(entries, Sequence):
         raise PolicyError(f"{key!r}: a list of texts such as 'name=fp32' is wanted, not {shown(entries)}.")
     rules = []
     for number, one in enumerate(entries, 1):
