@@ -13,7 +13,7 @@ from tests.step.step_models import Net, batch, mse, prepared
 from torch import nn
 
 import mezzo
-from mezzo.errors import StepError
+from mezzo.errors import StepError, StepTypeError
 
 
 def loss_of(amp: mezzo.Stepper) -> torch.Tensor:
@@ -97,6 +97,17 @@ def test_inference_has_no_step() -> None:
     amp.backward(loss_of(amp))
     with pytest.raises(StepError, match="prepared without an optimizer, for inference"):
         amp.step()
+
+
+def test_the_call_that_was_made_too_early_is_named() -> None:
+    _, amp = prepared("fp16")
+    for call in (amp.step, amp.grad_norm):
+        assert message_of(StepError, call).startswith(f"{call.__name__}() was called before backward(loss). ")
+    with (
+        pytest.raises(StepTypeError, match=r"cannot be entered: .*with mezzo\.autocast\(device, policy=amp\.policy\)"),
+        amp,
+    ):  # type: ignore[attr-defined]
+        pass
 
 
 @pytest.mark.parametrize(

@@ -306,7 +306,7 @@ class Engine:
 
     def grad_norm(self, optimizer: Optimizer | None) -> Tensor:
         """Return the norm of the gradients that are there; see `Stepper.grad_norm`. Syncs: as `check_grads`."""
-        grads, pending = self.gradients.collect(optimizer), self.gradients.pending
+        grads, pending = self.gradients.collect(optimizer, "grad_norm()"), self.gradients.pending
         is_sharded = any_dtensor(p for one in grads for p in one.params)
         consensus = self.consensus if is_sharded else None
         norm = check_grads(grads, pending, [], self._skip, consensus, len(self.optimizers)).grad_norm

@@ -306,13 +306,13 @@ class Gradients:
             f"for gradients g {_OF_NO_LOSS}, or, if a schedule runs backward itself, `with amp.external_backward(): schedule.step(...)`."
         )
 
-    def collect(self, optimizer: Optimizer | None) -> list[OptimizerGrads]:
+    def collect(self, optimizer: Optimizer | None, call: str = "step()") -> list[OptimizerGrads]:
         """Return the gradients of the optimizers, or of one of them, that have any. Syncs: no.
 
         Raises:
             StepError: no gradients, gradients that somebody else changed, or of a parameter that took another's place.
         """
-        pending = self.require("step()")
+        pending = self.require(call)
         self._accept_edits(pending, self.parameters())
         self._add_up_parts()
         if [p.nbytes for p in self.layouts.noted] != self.layouts.num_bytes:
