@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from typing import Any
@@ -63,6 +64,21 @@ def test_an_average_of_another_model_is_not_named(caplog: pytest.LogCaptureFixtu
     model, other = net(), AveragedModel(nn.Linear(3, 3))
     mezzo.prepare(model, adamw(model), "bf16-master")
     assert other and "was made before" not in caplog.text
+
+
+def test_the_average_of_an_earlier_fold_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
+    """As in a sweep, or where a cell of a notebook is run twice: models of one shape, each with its average by the recipe of the docs."""
+    averages = []
+    for _ in range(2):
+        model = net()
+        amp = mezzo.prepare(model, adamw(model), "bf16-master")
+        plain = copy.deepcopy(model).float()
+        averages.append(average := AveragedModel(plain))
+        amp.backward(model(torch.randn(4, 8)).square().mean())
+        assert amp.step()
+        plain.load_state_dict(amp.export_weights())
+        average.update_parameters(plain)
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize("policy", ["bf16", "bf16-master", "fp16"])

@@ -143,16 +143,25 @@ def warn_of_average(dtype: torch.dtype) -> bool:
 
 
 def warn_of_earlier(model: nn.Module, dtype: torch.dtype) -> None:
-    """Say which averages of a model, within reach of the calling code, were made before its weights are 16 bit, whose masters they do not see. Host only."""
-    own, shapes = set(model.modules()), [p.shape for p in model.parameters()]
+    """Say which averages of a model, within reach of the calling code, were made before its weights are 16 bit, whose masters they do not see.
+
+    That is, they hold the weights that it has: one of other weights is that of another model. Syncs: where there is one of such shapes.
+    """
+    own, weights = set(model.modules()), [local(p.detach()) for p in model.parameters()]
     kinds = {type(one) for one in _in_reach() if issubclass(type(one), nn.Module) and one not in own
-             and _AVERAGES.search(type(one).__name__) and [p.shape for p in one.parameters()] == shapes}  # fmt: skip
+             and _AVERAGES.search(type(one).__name__) and _are_rounded(weights, one)}  # fmt: skip
     for name in sorted(kind.__name__ for kind in kinds):
         _log.warning(
             "%s was made before mezzo.prepare, and its weights follow the model's as these are rounded to %s. Write "
             "plain = copy.deepcopy(model).float(), and before each update, from plain, plain.load_state_dict(amp.export_weights()); "
             "or take the policy '%s', whose weights are fp32.", name, dtype_name(dtype), dtype_name(dtype),
         )  # fmt: skip
+
+
+def _are_rounded(weights: Sequence[Tensor], average: nn.Module) -> bool:
+    held = [local(p.detach()) for p in average.parameters()]
+    are_alike = [p.shape for p in held] == [p.shape for p in weights] and not any(p.is_meta for p in (*held, *weights))
+    return are_alike and all(torch.equal(p.to(weight), weight) for p, weight in zip(held, weights, strict=True))
 
 
 def refuse_stranger(

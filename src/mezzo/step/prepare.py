@@ -106,7 +106,7 @@ def prepare(
 
     Writes: class and forward of each module; the storage of weights, where the policy gives them another dtype. If it
         raises, whatever raised, model and optimizers are what they were; so the old weights are held until it returns.
-    Syncs: for weights that go to fp16.
+    Syncs: for weights that go to fp16, and for 16-bit ones where an average of the model is in reach.
 
     >>> model = nn.Linear(4, 1)
     >>> amp = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="bf16")
