@@ -17,20 +17,10 @@ from ..report import table_text
 from .main import terminal_width
 
 PolicyText = Annotated[str, tyro.conf.arg(metavar="POLICY", help="a policy's text, or the path of a .toml file")]
-Shown = Annotated[
-    str | None,
-    tyro.conf.arg(
-        metavar="[POLICY]", help="its text, or the path of a .toml file", help_behavior_hint="(default: the presets)"
-    ),
-]
-ModuleName = Annotated[
-    str | None,
-    tyro.conf.arg(
-        metavar="[MODULE]",
-        help="its full name, such as encoder.layer.3.norm",
-        help_behavior_hint="(default: code in none with a rule)",
-    ),
-]
+_FILE = "its text, or the path of a .toml file (default: the presets)"
+Shown = Annotated[str | None, tyro.conf.arg(metavar="[POLICY]", help=_FILE, help_behavior_hint="")]
+_NAME = "its full name, such as encoder.layer.3.norm (default: code in none with a rule)"
+ModuleName = Annotated[str | None, tyro.conf.arg(metavar="[MODULE]", help=_NAME, help_behavior_hint="")]
 Device = Annotated[Literal["cpu", "cuda", "mps", "xpu"], tyro.conf.arg(help="whose op table and units are meant")]
 Json = Annotated[bool, tyro.conf.arg(name="json", help="print JSON instead of tables")]
 _json_text = partial(json.dumps, indent=2)

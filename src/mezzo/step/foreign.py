@@ -143,10 +143,7 @@ def warn_of_average(dtype: torch.dtype) -> bool:
 
 
 def warn_of_earlier(model: nn.Module, dtype: torch.dtype) -> None:
-    """Say which averages of a model, within reach of the calling code, were made before its weights are 16 bit, whose masters they do not see.
-
-    That is, they hold the weights that it has: one of other weights is that of another model. Syncs: where there is one of such shapes.
-    """
+    """Say which averages within reach of the calling code hold a model's weights, now 16 bit, whose masters they will not see. Syncs: where one has their shapes."""
     own, weights = set(model.modules()), [local(p.detach()) for p in model.parameters()]
     kinds = {type(one) for one in _in_reach() if issubclass(type(one), nn.Module) and one not in own
              and _AVERAGES.search(type(one).__name__) and _are_rounded(weights, one)}  # fmt: skip

@@ -22,6 +22,7 @@ from ..stamp import Stamp
 from .foreign import refuse_scaled
 from .grad_passes import HALF_SHOWN, add_up_parts_, drop, measure_flush, true_gradients
 from .leftovers import (
+    NO_OPTIMIZER,
     Leftovers,
     Registered,
     WeightLayouts,
@@ -29,7 +30,6 @@ from .leftovers import (
     is_stale,
     is_zero,
     nonzero,
-    refuse_no_optimizer,
     refuse_no_params,
     refuse_replaced,
     why_no_gradients,
@@ -151,7 +151,7 @@ class Gradients:
     def _begin(self, params: Sequence[Tensor], scale: Tensor | None, call: str) -> AccumulationState:
         """Return the step that a backward pass adds to, opened if there is none."""
         if scale is not None and not self.optimizers:
-            refuse_no_optimizer(call)
+            raise StepError(f"{call} {NO_OPTIMIZER}")
         pending = None if self.is_abandoned or self._are_zeroed(params) else self._pending
         if pending is None:
             pending = AccumulationState(scale, self.home, penalty_bad=self._penalty_bad)
@@ -281,7 +281,7 @@ class Gradients:
         """Return the step in the making; a StepError if there is none, or its gradients are not whole."""
         self._refuse_while_shown(call)
         if not self.optimizers:
-            refuse_no_optimizer(call)
+            raise StepError(f"{call} {NO_OPTIMIZER}")
         if self._pending is None and self._by_turns:
             self._pending = self._leftovers.pending
         if self._pending is None and self._leftovers.spent_by:

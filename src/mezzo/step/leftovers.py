@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +20,11 @@ from ..loss_scale import AccumulationState, host_decides, parameters
 from ..optim import wrapped_optimizer
 from ..stamp import Stamp
 from .grad_passes import has_own_zero_grad, multiply_
+
+NO_OPTIMIZER = (
+    "was called on a model prepared without an optimizer, for inference. Write mezzo.prepare(model, optimizer, policy), or, "
+    "for updates by hand, amp.grad(loss, list(model.parameters())), whose gradients carry no loss scale."
+)
 
 
 class Leftovers:
@@ -161,14 +165,6 @@ def forget_zeros_(pending: AccumulationState, params: Iterable[Tensor]) -> None:
     for p in params:
         if is_stale(pending, p) and is_zero(p):
             del pending.stale[p]
-
-
-def refuse_no_optimizer(call: str) -> NoReturn:
-    """Refuse, by a StepError, a call of a step where no optimizer takes one. Host only."""
-    raise StepError(
-        f"{call} was called on a model prepared without an optimizer, for inference. Write mezzo.prepare(model, optimizer, "
-        "policy), or, for updates by hand, amp.grad(loss, list(model.parameters())), whose gradients carry no loss scale."
-    )
 
 
 def refuse_no_params(optimizers: Iterable[Optimizer]) -> None:

@@ -85,7 +85,7 @@ class Stepper(PreparedRun):
 
     __call__ = _refused("called: write model(x), since the model stays the object it is.")
     __enter__ = __exit__ = _refused(
-        "entered: the policy is in the model. For what stands in no forward write with mezzo.autocast(device, policy=amp.policy)."
+        "entered: for what no forward holds write with mezzo.autocast(device, policy=amp.policy)."
     )
     __iter__ = _refused(
         "unpacked or looped over: model and optimizer stay the objects they are. Write amp = mezzo.prepare(model, optimizer, policy)."
