@@ -66,6 +66,29 @@ def test_a_loader_is_no_batch(call: str) -> None:
         RUNS[call](model(), LOADER)
 
 
+class Inner(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return Inner.forward(self, x, x)  # type: ignore[call-arg]  # a slip inside of the model
+
+
+@pytest.mark.parametrize("call", [*RUNS, "mismatch"])
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_a_batch_that_the_model_does_not_take(call: str, is_prepared: bool) -> None:
+    """Inputs and targets, as loaders give them, without a loss that takes them apart."""
+    run = (lambda model, batch: diagnose.mismatch(model, model, batch)) if call == "mismatch" else RUNS[call]
+    given = model()
+    if is_prepared:
+        mezzo.prepare(given, torch.optim.SGD(given.parameters(), lr=0.1), "bf16")
+    for batch in ((BATCH, torch.zeros(4)), [BATCH] * 3, {"x": BATCH}, ()):
+        with pytest.raises(
+            ConfigError, match=r"Linear\.forward\(\) .*argument.*Write loss_fn=lambda model, batch: "
+        ) as caught:
+            run(given, batch)
+        assert str(caught.value).count("\n") == 0
+    with pytest.raises(TypeError, match=r"Inner\.forward\(\) takes 2"):
+        run(nn.Sequential(Inner(8, 2)), BATCH)
+
+
 @pytest.mark.parametrize("call", [*RUNS, "trace"])
 @pytest.mark.parametrize("given", ["resnet", nn.Linear, lambda x: x, torch.optim.SGD(model().parameters(), lr=0.1)])
 def test_what_is_no_model_is_refused(call: str, given: Any) -> None:

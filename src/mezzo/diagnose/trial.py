@@ -30,12 +30,18 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def call(model: nn.Module, batch: Any) -> Any:
-    """Call a model on a batch: a dict is named arguments, a tuple or list positional ones, all else one argument."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    if isinstance(batch, (tuple, list)):
-        return model(*batch)
-    return model(batch)
+    """Call a model on a batch: a dict is named arguments, a tuple or list positional ones, all else one argument. Raises: ConfigError: it takes others."""
+    named = batch if isinstance(batch, Mapping) else {}
+    placed = () if named is batch else batch if isinstance(batch, (tuple, list)) else (batch,)
+    try:
+        return model(*placed, **named)
+    except TypeError as error:
+        if not any(f"{kind.__name__}.forward() " in str(error) for kind in type(model).__mro__):
+            raise
+        raise ConfigError(
+            f"the batch does not fit the model: {error}. A tuple or list is its positional arguments, a dict its named ones. Write "
+            "loss_fn=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]) for inputs and targets."
+        ) from error
 
 
 def check_trial(call: str, batch: object, loss_fn: object) -> None:
