@@ -216,6 +216,19 @@ def test_an_evaluation_after_the_last_step_is_none() -> None:
     assert (t.record.steps, t.record.inferences, t.record.updates) == (3, 3, 3)
 
 
+@pytest.mark.parametrize("first", [0, 100])
+def test_no_step_is_counted_where_none_began(first: int) -> None:
+    model = nn.Linear(8, 1)
+    with diagnose.trace(model, step=first) as t:
+        assert t.report.document().title.startswith("mezzo trace of Linear: 0 steps, 0 ops")
+        with torch.no_grad():
+            model(torch.randn(4, 8))
+    assert t.report.document().title.startswith("mezzo trace of Linear: 0 steps, ") and t.record.inferences == 1
+    with diagnose.trace(model, step=first) as t:
+        model(torch.randn(4, 8)).sum().backward()
+    assert t.report.document().title.startswith("mezzo trace of Linear: 1 step, ")
+
+
 def test_names_are_relative_to_the_given_model() -> None:
     model = Net()
     model.head.weight.data[0, 0] = math.nan

@@ -66,7 +66,7 @@ class Trace:
         self._pending = PendingOutputs()
         self._flushed: dict[tuple[int, str], FlushedGradient] = {}
         self._contexts = ExitStack()
-        self._was_loss_seen, self._first, self._begun = False, step, step
+        self._was_loss_seen, self._first, self._begun = False, step, step - 1
         self._forwards = self._inferences = self._backwards = self._updates = 0
         self._ended = ""
         self._idle = IdleSteps()
