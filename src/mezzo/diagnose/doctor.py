@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import importlib
 import importlib.util
-import inspect
 import os
 import pickle
 import runpy
@@ -35,7 +34,7 @@ from ..trace import Trace, TraceReport
 from .comparison import compare
 from .explain import explain
 from .lint import lint
-from .trial import LossFn, device_of
+from .trial import LossFn, device_of, why_not_called
 
 
 class _Enough(BaseException):
@@ -288,12 +287,8 @@ def named_function(text: str) -> Callable[[], Any]:
     if not callable(function):
         known = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         raise ConfigError(f"{place} has no function {name!r}.{did_you_mean(name, known)}")
-    try:
-        inspect.signature(function).bind()
-    except TypeError as error:
-        raise ConfigError(f"{text} is called without arguments, and cannot be: {error}. Give them defaults.") from None
-    except ValueError:  # C code, which does not say
-        pass
+    if why := why_not_called(function):
+        raise ConfigError(f"{text} is called without arguments, and cannot be: {why}. Give them defaults.")
     return function
 
 

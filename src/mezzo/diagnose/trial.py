@@ -60,18 +60,17 @@ def check_trial(call: str, batch: object, loss_fn: object) -> None:
         raise ConfigError(
             f"{given}, which takes outputs and targets. Write lambda model, batch: loss_fn(model(batch[0]), batch[1])."
         )
-    if not _takes_two(loss_fn):
+    if why_not_called(loss_fn, None, None):
         raise ConfigError(f"{given}, which takes other arguments than (model, batch). Write lambda model, batch: ...")
 
 
-def _takes_two(function: Callable[..., object]) -> bool:
+def why_not_called(function: Callable[..., object], *given: object) -> str:
+    """Return what does not fit where a function is called with arguments; empty if they fit, or it is one of C, which does not say. Host only."""
     try:
-        inspect.signature(function).bind(None, None)
-    except ValueError:  # one of C, which does not say
-        return True
-    except TypeError:
-        return False
-    return True
+        inspect.signature(function).bind(*given)
+    except (TypeError, ValueError) as error:
+        return str(error) if isinstance(error, TypeError) else ""
+    return ""
 
 
 def loss_of(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> Tensor:
