@@ -155,6 +155,8 @@ KEYS = (
         ("fp64-master", " at position 0: unknown preset 'fp64-master': no preset computes in fp64; write fp32, fp16, bf16 or auto."),
         ("bf16, op:mm=fp16", " at position 6: unknown op rule 'fp16'. An op runs in the policy's compute dtype, 'op:mm=low', or in fp32."),
         ("  bf16_master", " at position 2: unknown preset 'bf16_master'. Did you mean 'bf16-master'?"),
+        ("bf16 output=fp32", " at position 0: write 'bf16, output=fp32', with commas."),
+        ("FP16  scaling = none, loss=fp32", " at position 0: write 'FP16, scaling = none', with commas."),
         ("bf16-master; master=fp32", " at position 0: write 'bf16-master, master=fp32', with commas."),
         ("fp16, loss=fp32;output=fp32", " at position 6: write 'loss=fp32,output=fp32', with commas."),
         ("output=fp32", (" at position 0: a policy starts with a preset (fp32, fp16, bf16, fp16-master, bf16-master, "

@@ -75,8 +75,10 @@ def _items(text: str) -> Iterator[tuple[int, str]]:
         at, item = start + len(item) - len(item.lstrip()), item.strip()
         if len(item) > _LONGEST:
             raise _unreadable(text, at, f"an edit of {len(item):,} characters begins here; {_LONGEST:,} are the most.")
-        if ";" in item and '"' not in item:
-            raise _unreadable(text, at, f"write {item.replace(';', ',')!r}, with commas.")
+        first, _, rest = item.partition(" ")
+        commas = f"{first}, {rest.lstrip()}" if rest and first.casefold() in PRESET_FIELDS else item.replace(";", ",")
+        if commas != item and '"' not in item:
+            raise _unreadable(text, at, f"write {commas!r}, with commas.")
         yield at, item
         if match.end() == len(text):
             return
