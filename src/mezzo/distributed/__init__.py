@@ -13,6 +13,7 @@ from .fsdp import check_storage as check_storage
 from .fsdp import fully_shard as fully_shard
 from .fsdp import reduced_dtypes as reduced_dtypes
 from .fsdp import refuse_flat as refuse_flat
+from .fsdp import reshard_ as reshard_
 from .fsdp import sharded_modules as sharded_modules
 from .group import TIMEOUT as TIMEOUT
 from .group import Group as Group

@@ -158,6 +158,12 @@ def sharded_modules(model: nn.Module) -> dict[str, FSDPModule]:
     return {name: module for name, module in model.named_modules() if isinstance(module, fsdp.FSDPModule)}
 
 
+def reshard_(model: nn.Module) -> None:
+    """Put weights that a forward left gathered, as an evaluation does, back into the shards that optimizers know. Host only."""
+    for module in sharded_modules(model).values():
+        module.reshard()
+
+
 _OWN_ALONE = "would check and clip the gradients of its own part alone."
 
 

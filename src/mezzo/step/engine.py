@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from .._torch import is_capturing
 from ..binding import Binding, convert_, innermost, rebind, record, set_grad_dtype_, warn_of_replaced
-from ..distributed import RankConsensus, Signals, Wrapper, is_running, refuse_joining
+from ..distributed import RankConsensus, Signals, Wrapper, is_running, refuse_joining, reshard_
 from ..errors import StepError, StoppedRun
 from ..formats import LOW_DTYPES
 from ..kernels import any_dtensor, is_dtensor, norm_and_finite
@@ -134,6 +134,7 @@ class Engine:
 
     def report(self) -> StateReport:
         """Return what is declared beside what is; see `Stepper.report`."""
+        reshard_(self.root)
         self.names.refresh()
         buffers = self.buffers.dtypes()
         return make_report(self.root, self.optimizers, self.policy, self.names, buffers, self._dtypes)
@@ -167,6 +168,8 @@ class Engine:
         Writes: if it raises, gradients, and buffers that the forward of this step wrote.
         """
         self.refuse_capture("amp.step()")
+        if self.gradients.has_dtensors:
+            reshard_(self.root)
         stop = self._stop()
         if stop is not None:
             if self.policy.guard.restore_buffers:

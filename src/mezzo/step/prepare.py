@@ -28,7 +28,7 @@ from ..binding import (
     with_missing_kernels,
 )
 from ..binding.bind import bind
-from ..distributed import disconnect, refuse_flat
+from ..distributed import disconnect, refuse_flat, reshard_
 from ..errors import PolicyError, StepError, did_you_mean, kind_of, shown
 from ..formats import LOW_DTYPES, is_one_of
 from ..optim import adopt, local_optimizer, parameters, take_loaded_masters_, wrapped_optimizer
@@ -133,6 +133,7 @@ def _checked(model: nn.Module, optimizers: Sequence[Optimizer], policy: PolicyLi
     _refuse_prepared(inner, optimizers)
     if optimizers:
         refuse_flat(model)
+        reshard_(inner)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     asked = as_policy(policy)
     idle = [write_module_rule(rule) for rule in asked.modules if rule.precision not in FP32_RULES]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..binding import innermost, uncompiled
+from ..distributed import reshard_
 from ..errors import CheckpointError, PolicyError, StepError, did_you_mean, is_out_of_memory, listed, shown
 from ..formats import LOW_DTYPES, SMALLEST, dtype_name, extremes, is_count, is_number, overflowing, parse_dtype
 from ..kernels import AUX_STATE, read_master
@@ -65,6 +66,7 @@ def save_weights(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str,
 
 def outside(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
     """Return what is trained and no parameter of the model, as a temperature: by the numbers of its optimizer and its own there. Syncs: no."""
+    reshard_(innermost(model))
     known = {*innermost(model).parameters()}
     trained = [(f"{i}.{n}", p) for i, one in enumerate(optimizers) for n, p in enumerate(parameters(one))]
     return {key: p.detach() for key, p in trained if p not in known}
