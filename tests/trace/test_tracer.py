@@ -11,10 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from tests.step.test_interrupted import interrupted
 from tests.trace.installed import installed
 from tests.trace.test_widening import Nested
 from tests.zoo import faulty_arguments, faulty_forward, healthy
 from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
+from torch.optim import optimizer as optimizer_hooks
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import mezzo
 import mezzo.diagnose as diagnose
@@ -122,6 +127,7 @@ def test_an_exception_inside_a_module_does_not_shift_names() -> None:
 
 ALONE = """
 import gc, sys, torch, mezzo, mezzo.diagnose
+from tests.step.test_interrupted import interrupted
 from tests.trace.installed import installed
 from torch import nn
 def is_clean(model, x):
@@ -365,3 +371,21 @@ def test_a_step_that_calls_the_one_of_its_class_is_one_step(tool: Callable[[nn.M
             optimizer.step()
     report = seen.report
     assert getattr(report, "num_steps", None) == 3 or report.record.updates == 3
+
+
+def test_a_trace_that_is_interrupted_as_it_begins_leaves_nothing_on() -> None:
+    def on() -> list[int]:
+        stacks = _get_current_function_mode_stack(), _get_current_dispatch_mode_stack()
+        hooks = module_hooks._global_forward_hooks, module_hooks._global_forward_pre_hooks
+        of_steps = optimizer_hooks._global_optimizer_pre_hooks, optimizer_hooks._global_optimizer_post_hooks
+        of_weights = [p._backward_hooks or () for p in model.parameters()]  # type: ignore[attr-defined]
+        return [*map(len, (*stacks, *hooks, *of_steps, *of_weights))]
+
+    model, at = Net(), 0
+    before = on()
+    while interrupted((run := diagnose.trace(model)).__enter__, at):
+        assert on() == before, at
+        at += 1
+    assert on() != before and at > 50
+    run.__exit__(None, None, None)
+    assert on() == before

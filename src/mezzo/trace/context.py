@@ -344,8 +344,8 @@ class OpMode(DispatchMode):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Run a block op by op, compiled models too. Writes: torch's global module hooks, until its end."""
-        self.context.modules.install()
         try:
+            self.context.modules.install()
             with warnings.catch_warnings(), run_eagerly(), self.context.names, self:
                 # of compiled models
                 warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")

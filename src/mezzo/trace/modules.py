@@ -121,10 +121,8 @@ class ModuleStack:
     def install(self) -> None:
         """Start to follow modules in this thread. Writes: torch's global module hooks."""
         self._thread = get_ident()
-        self._handles = [
-            module_hooks.register_module_forward_pre_hook(self._before),
-            module_hooks.register_module_forward_hook(self._after, with_kwargs=False, always_call=True),
-        ]
+        self._handles.append(module_hooks.register_module_forward_pre_hook(self._before))
+        self._handles.append(module_hooks.register_module_forward_hook(self._after, always_call=True))
 
     def remove(self) -> None:
         """Stop to follow modules. Writes: torch's global module hooks."""

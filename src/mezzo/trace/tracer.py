@@ -84,22 +84,24 @@ class Trace:
                 "a trace was entered twice; it records one run. Write `with diagnose.trace(model)` again."
             )
         self._is_spent = True
-        self._handles += [
-            optimizer_hooks.register_optimizer_step_pre_hook(self._before_update),
-            optimizer_hooks.register_optimizer_step_post_hook(self._after_update),
-        ]
-        if self._model is not None:
-            self._hook_gradients(*self._model.parameters())
-        self._contexts.enter_context(self._collector.watching())
-        return self
+        try:  # Ctrl-C inside of it leaves nothing on
+            self._handles.append(optimizer_hooks.register_optimizer_step_pre_hook(self._before_update))
+            self._handles.append(optimizer_hooks.register_optimizer_step_post_hook(self._after_update))
+            if self._model is not None:
+                self._hook_gradients(*self._model.parameters())
+            self._contexts.enter_context(self._collector.watching())
+            return self
+        except BaseException:
+            self._leave()
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._contexts.close()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        try:
+            self._leave()
+        finally:  # what Ctrl-C ended halfway
+            self._leave()
         has_failed = isinstance(error, (Exception, SystemExit)) and getattr(error, "code", 1) not in (None, 0)
         self._ended = repr(error) if has_failed else ""
         self.is_running = False
@@ -108,6 +110,14 @@ class Trace:
             self._collector.reach(sink)
         self._collector.settle_reads(has_failed=has_failed)
         self._idle.tell(self._collector.lints, self._context.modules.parameters())
+
+    def _leave(self) -> None:
+        try:
+            self._contexts.close()
+        finally:
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
 
     @property
     def is_on_top(self) -> bool:
