@@ -54,6 +54,32 @@ def test_a_second_wrapper_takes_the_place_of_the_first() -> None:
     assert run(2, _unfrozen, True) == ["{torch.bfloat16}"] * 2
 
 
+def _with_an_expert(rank: int, world: int, is_compared: bool) -> str:
+    net = _net()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["2.weight"])
+    nn.init.constant_(net[2].weight, rank + 1.0)
+    amp = mezzo.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05), "fp32")
+    ddp = DistributedDataParallel(net)
+    if not is_compared:
+        amp.consensus.every = 0
+    try:
+        for step in range(4):
+            amp.zero_grad()
+            amp.backward(_loss(ddp, step, slice(rank, None, world)))
+            amp.step()
+    except DistributedError as error:
+        return str(error)
+    return str(net[0].weight.sum())
+
+
+def test_weights_that_the_wrapper_was_told_to_leave_out_are_told_how_to_stay_apart() -> None:
+    for message in run(2, _with_an_expert, True):
+        assert message.startswith("ranks disagree after step 0: the checksum of parameter '2.weight'")
+        assert "told to leave out 2.weight: where they are each rank's own, write amp.consensus.every = 0." in message
+    first, second = run(2, _with_an_expert, False)
+    assert first == second
+
+
 def _line_search(rank: int, world: int) -> list[Tensor]:
     net = _net()
     optimizer = torch.optim.LBFGS(net.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")

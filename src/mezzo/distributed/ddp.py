@@ -131,6 +131,8 @@ class ReplicaWrapper(Wrapper):
                 f"DistributedDataParallel averages nothing of {listed(late)}, which came or were unfrozen after it took the model. "
                 "Write ddp = DistributedDataParallel(amp.model) once more behind the change."
             )
+        if ddp is not None and (ignored := ddp.parameters_to_ignore):
+            return f"DistributedDataParallel was told to leave out {listed(sorted(ignored))}: where they are each rank's own, write amp.consensus.every = 0."
         if not left_out:
             return "Their gradients were averaged in this step: do not load a checkpoint, or write weights or optimizer state, on one rank only."
         unused = [name for name, p in left_out.items() if p.grad is None]
@@ -139,9 +141,8 @@ class ReplicaWrapper(Wrapper):
                 f"The loss does not use {listed(unused)}, so DistributedDataParallel did not average the gradients that share "
                 "a bucket with theirs. Write DistributedDataParallel(model, find_unused_parameters=True), or freeze them."
             )
-        if not self._was_called:
-            return "The model was called past its DistributedDataParallel wrapper, so no gradient was averaged. Call the wrapper, as in ddp(x), not the model inside it."
-        return UNKNOWN
+        past = "The model was called past its DistributedDataParallel wrapper, so no gradient was averaged. Call the wrapper, as in ddp(x), not the model inside it."
+        return UNKNOWN if self._was_called else past
 
 
 def _replicated(ddp: DistributedDataParallel) -> dict[str, Tensor]:
