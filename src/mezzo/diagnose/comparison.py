@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import ConfigError, shown
 from ..formats import dtype_name, is_count, number_of
+from ..kernels import any_dtensor
 from ..policy import Policy, PolicyLike, as_policy
 from ..trace import OUTSIDE, check_model, floating, run_eagerly
 from .compare_report import Agreement, CompareReport, GradientError, ModuleError, OpError, StepFidelity
@@ -178,6 +179,10 @@ def compare(
     Source: signal-to-error ratio in dB, as in the analysis of fixed-point filters (Oppenheim and Schafer, chapter 6).
     """
     check_model("compare", model)
+    if any_dtensor(model.parameters()):  # whose ops talk to other ranks, and would once more beside themselves
+        raise ConfigError(
+            "compare was given a model whose weights lie in parts on ranks. Give it before parallelize_module or fully_shard."
+        )
     check_trial("compare", batch, loss_fn)
     if not is_count(number_of(tries)):
         raise ConfigError(f"compare was given tries={shown(tries)}; give a whole number of 0 or more.")

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from ..binding import tensors_in
+from ..distributed import sharded_modules
 from ..errors import ConfigError, kind_of
 from ..formats import describe
 from ..policy import Policy
@@ -112,9 +114,14 @@ class _Detaching(TorchFunctionMode):
 
 
 def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
-    """Return a deep copy of a model; tensors that it has computed and keeps are detached there. Syncs: no."""
+    """Return a deep copy of a model, without DistributedDataParallel; tensors that it has computed and keeps are detached there. Raises: ConfigError: it is sharded. Syncs: no."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    if sharded_modules(inner):
+        raise ConfigError(
+            f"{type(inner).__name__} is sharded, and a copy is what is looked at. Give it before fully_shard."
+        )
     with _Detaching():
-        return copy.deepcopy(model, {} if memo is None else memo)
+        return copy.deepcopy(inner, {} if memo is None else memo)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import random_state
-from .._torch import tree_leaves, tree_map, without_autocast
+from .._torch import local_tensor, tree_leaves, tree_map, without_autocast
 from ..formats import dtype_name, widest
 from .ops import FACTORIZATIONS, SOFTMAX_LIKE, Call, Given, is_collective, is_plain, results
 from .records import TensorFacts, Wide
@@ -50,8 +50,8 @@ def any_nan(tensors: Iterable[Tensor]) -> bool:
 
 
 def spaced(tensor: Tensor, count: int) -> Tensor:
-    """Return at most `count` evenly spaced values of a tensor; a view where its memory allows. Syncs: no."""
-    flat = tensor.reshape(-1)
+    """Return at most `count` evenly spaced values of a tensor, or of what lies here of it; a view where its memory allows. Syncs: no."""
+    flat = local_tensor(tensor).reshape(-1)
     return flat[:: max(1, -(-flat.numel() // count))]
 
 
