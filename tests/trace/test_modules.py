@@ -51,11 +51,8 @@ def followed(model: nn.Module | None) -> Iterator[tuple[ModuleStack, list[Place]
     places: list[Place] = []
     roots: list[nn.Module] = []
     stack = ModuleStack(model, roots.append, lambda module, place, out: places.append(place))
-    stack.install()
-    try:
+    with stack.following():
         yield stack, places, roots
-    finally:
-        stack.remove()
 
 
 def test_a_part_of_a_prepared_model_that_is_called_by_itself_is_named_as_rules_name_it() -> None:

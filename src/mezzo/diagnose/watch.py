@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -60,7 +60,7 @@ class Watch(AbstractContextManager["Watch"]):
         self._spent_s, self._started = 0.0, time.perf_counter()
         self._dtypes = {p.dtype for _, p in self._parameters}
         self._masters: dict[int, Any] = {}  # the optimizer that keeps a parameter's
-        self._handles, self._sampling = list[Any](), list[Any]()
+        self._on, self._sampling = ExitStack(), list[Any]()
         self._states = {n: Stamp.of(b) for n, b in model.named_buffers() if b.dtype in LOW_DTYPES}
         self._ids = {id(p) for _, p in self._parameters}
         self._stepping: list[torch.optim.Optimizer] = []
@@ -97,13 +97,11 @@ class Watch(AbstractContextManager["Watch"]):
     def _install(self) -> None:
         self._arm()
         if self._amp is None:
-            self._handles += [
-                optimizer_hooks.register_optimizer_step_pre_hook(self._before_update),
-                optimizer_hooks.register_optimizer_step_post_hook(self._after_update),
-            ]
+            self._on.callback(optimizer_hooks.register_optimizer_step_pre_hook(self._before_update).remove)
+            self._on.callback(optimizer_hooks.register_optimizer_step_post_hook(self._after_update).remove)
             return
         self._note_masters(self._amp.optimizers)
-        self._leave = cover(self._amp, step=self._step, backward=self._backward)
+        self._on.callback(cover(self._amp, step=self._step, backward=self._backward))
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not any(id(p) in self._ids for p in parameters(optimizer)):
@@ -319,11 +317,7 @@ class Watch(AbstractContextManager["Watch"]):
     def close(self) -> None:
         """Stop watching. What was seen stays. Writes: hooks, and `step` of the stepper, as they were."""
         self._disarm()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        if self._amp is not None:
-            self._leave()
+        self._on.close()
 
     def __exit__(self, *error: object) -> None:
         self.close()

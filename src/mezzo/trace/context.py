@@ -344,14 +344,10 @@ class OpMode(DispatchMode):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Run a block op by op, compiled models too. Writes: torch's global module hooks, until its end."""
-        try:
-            self.context.modules.install()
-            with warnings.catch_warnings(), run_eagerly(), self.context.names, self:
-                # of compiled models
-                warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
-                yield
-        finally:
-            self.context.modules.remove()
+        with self.context.modules.following(), warnings.catch_warnings(), run_eagerly(), self.context.names, self:
+            # of compiled models
+            warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
+            yield
 
 
 def _factor(loss: Tensor) -> float:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from threading import current_thread, get_ident
 from typing import Any
@@ -13,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
-from torch.utils.hooks import RemovableHandle
 
 from .._torch import dispatch_modes, local_tensor, storage_id, unwrapped
 from ..binding import innermost, record, tensors_in, uncompiled
@@ -110,7 +110,6 @@ class ModuleStack:
         self._model = model
         self._on_root, self._on_output = on_root, on_output
         self._stack: list[tuple[nn.Module, Place]] = []
-        self._handles: list[RemovableHandle] = []
         self._parameters: dict[int, tuple[Tensor, str]] = {}
         self.roots: list[nn.Module] = []
         self.inputs: list[tuple[str, Tensor]] = []
@@ -118,19 +117,16 @@ class ModuleStack:
         if model is not None:
             self._learn(model)
 
-    def install(self) -> None:
-        """Start to follow modules in this thread. Writes: torch's global module hooks."""
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Follow modules in this thread inside the block. Writes: torch's global module hooks, until its end."""
         self._thread = get_ident()
-        self._handles.append(module_hooks.register_module_forward_pre_hook(self._before))
-        self._handles.append(module_hooks.register_module_forward_hook(self._after, always_call=True))
-
-    def remove(self) -> None:
-        """Stop to follow modules. Writes: torch's global module hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._stack.clear()
-        self.inputs.clear()
+        with ExitStack() as ended:
+            ended.callback(self.inputs.clear)
+            ended.callback(self._stack.clear)
+            ended.callback(module_hooks.register_module_forward_pre_hook(self._before).remove)
+            ended.callback(module_hooks.register_module_forward_hook(self._after, always_call=True).remove)
+            yield
 
     @property
     def place(self) -> Place:
@@ -183,7 +179,7 @@ class ModuleStack:
         place = self._place_of(module)
         if not self._stack:
             given = tensors_in(_call_arguments(args), "")
-            self.inputs = [(f"input {name} of {place.root}", unwrapped(t)) for name, t in given]
+            self.inputs[:] = [(f"input {name} of {place.root}", unwrapped(t)) for name, t in given]
             self._on_root(module)
         self._stack.append((module, place))
 

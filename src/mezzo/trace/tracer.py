@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as optimizer_hooks
-from torch.utils.hooks import RemovableHandle
 
 from .._torch import autograd_node, dispatch_modes, function_modes
 from ..binding import tensors_in
@@ -62,7 +61,6 @@ class Trace:
         self._sizes: list[Size] = []
         self._calls: dict[tuple[int, int], int] = {}
         self._hooked: dict[int, Tensor] = {}
-        self._handles: list[RemovableHandle] = []
         self._pending = PendingOutputs()
         self._flushed: dict[tuple[int, str], FlushedGradient] = {}
         self._contexts = ExitStack()
@@ -85,23 +83,20 @@ class Trace:
             )
         self._is_spent = True
         try:  # Ctrl-C inside of it leaves nothing on
-            self._handles.append(optimizer_hooks.register_optimizer_step_pre_hook(self._before_update))
-            self._handles.append(optimizer_hooks.register_optimizer_step_post_hook(self._after_update))
+            self._contexts.callback(optimizer_hooks.register_optimizer_step_pre_hook(self._before_update).remove)
+            self._contexts.callback(optimizer_hooks.register_optimizer_step_post_hook(self._after_update).remove)
             if self._model is not None:
                 self._hook_gradients(*self._model.parameters())
             self._contexts.enter_context(self._collector.watching())
             return self
         except BaseException:
-            self._leave()
+            self._contexts.close()
             raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        try:
-            self._leave()
-        finally:  # what Ctrl-C ended halfway
-            self._leave()
+        self._contexts.close()
         has_failed = isinstance(error, (Exception, SystemExit)) and getattr(error, "code", 1) not in (None, 0)
         self._ended = repr(error) if has_failed else ""
         self.is_running = False
@@ -110,14 +105,6 @@ class Trace:
             self._collector.reach(sink)
         self._collector.settle_reads(has_failed=has_failed)
         self._idle.tell(self._collector.lints, self._context.modules.parameters())
-
-    def _leave(self) -> None:
-        try:
-            self._contexts.close()
-        finally:
-            for handle in self._handles:
-                handle.remove()
-            self._handles.clear()
 
     @property
     def is_on_top(self) -> bool:
@@ -227,8 +214,8 @@ class Trace:
                 if id(leaf) not in self._hooked and leaf.requires_grad and leaf.is_leaf:
                     self._hooked[id(leaf)] = leaf
                     # the first for what torch.autograd.grad hands out, too
-                    self._handles.append(leaf.register_hook(partial(self._on_flushed, leaf)))  # type: ignore[no-untyped-call]  # torch's own
-                    self._handles.append(leaf.register_post_accumulate_grad_hook(self._on_gradient))  # type: ignore[no-untyped-call]  # torch's own
+                    self._contexts.callback(leaf.register_hook(partial(self._on_flushed, leaf)).remove)  # type: ignore[no-untyped-call]  # torch's own
+                    self._contexts.callback(leaf.register_post_accumulate_grad_hook(self._on_gradient).remove)  # type: ignore[no-untyped-call]  # torch's own
 
     def _on_flushed(self, parameter: Tensor, gradient: Tensor) -> None:
         """Take note of how much of a gradient 16 bit flushed, as backward hands it over or leaves it in `.grad`."""
