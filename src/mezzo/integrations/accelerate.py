@@ -212,11 +212,10 @@ class Accelerator(accelerate.Accelerator):
         """Have `act`, called with the folder, stand for what a checkpoint of Accelerate does with some of its parts."""
         aside: dict[str, Any] = {name: getattr(self, name) for name in names}
         self.__dict__.update({name: type(part)() if isinstance(part, list) else None for name, part in aside.items()})
-        hook = register(lambda *given: act(Path(given[-1])))  # the last is the folder
         try:
-            yield
+            with register(lambda *given: act(Path(given[-1]))):  # the last is the folder
+                yield
         finally:
-            hook.remove()
             self.__dict__.update(aside)
 
     def free_memory(self, *objects: Any) -> Any:

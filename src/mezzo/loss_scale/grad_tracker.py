@@ -178,10 +178,8 @@ class GradTracker:
         """Bring scaled gradients of an earlier iteration to the scale of the pass that may add to them."""
         ratio: Tensor | None = None
         for param in self._parameters():
-            if (grad := param.grad) is None:
-                continue
-            entry = self.entry(param)
-            if entry is not None and entry.mark is Mark.SCALED and entry.stamp.is_current(grad):
+            grad, entry = param.grad, self.entry(param)
+            if grad is not None and entry is not None and entry.mark is Mark.SCALED and entry.stamp.is_current(grad):
                 assert self.captured is not None
                 ratio = captured / self.captured if ratio is None else ratio
                 grad.mul_(move(ratio, grad.device))

@@ -364,16 +364,14 @@ class KeepsMasters(HasMasters):
         Syncs: yes.
         """
         check_saved(f"state of {type(self).__name__}", state_dict, self)
-        keep = self.register_load_state_dict_pre_hook(seal_loaded)
         was = {"state": self.state, "param_groups": self.param_groups}  # which loading replaces
-        try:
-            super().load_state_dict(state_dict)
-        except BaseException:
-            self.__dict__.update(was)
-            self._forget()
-            raise
-        finally:
-            keep.remove()
+        with self.register_load_state_dict_pre_hook(seal_loaded):
+            try:
+                super().load_state_dict(state_dict)
+            except BaseException:
+                self.__dict__.update(was)
+                self._forget()
+                raise
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over pickled state, or what `load_state_dict` read."""

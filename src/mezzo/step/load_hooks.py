@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from .._torch import version
 from ..errors import CheckpointError, listed
@@ -34,10 +33,10 @@ class LoadHooks:
         self._restored: dict[Tensor, int] = {}
         self._is_off = False
         own = [one for one in map(local_optimizer, optimizers) if keeps_masters(one)]
-        notes = [Inert(_note, weakref.ref(one), self._restored) for one in own]
-        restored = [one.register_load_state_dict_post_hook(note) for one, note in zip(own, notes, strict=True)]
-        noted = [one.register_load_state_dict_post_hook(Inert(self.news.note_load)) for one in optimizers]
-        self._handles: list[RemovableHandle] = [*restored, *noted]
+        notes = [(one, Inert(_note, weakref.ref(one), self._restored)) for one in own]
+        self._on = ExitStack()
+        for one, note in (*notes, *((one, Inert(self.news.note_load)) for one in optimizers)):
+            self._on.callback(one.register_load_state_dict_post_hook(note).remove)
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.follow_parts()
 
@@ -47,13 +46,12 @@ class LoadHooks:
             self._hooked.add(part)
             if isinstance(part, torch.jit.ScriptModule):  # which takes no hooks
                 continue
-            self._handles.append(part.register_load_state_dict_pre_hook(Inert(self._before)))  # type: ignore[no-untyped-call]
-            self._handles.append(part.register_load_state_dict_post_hook(Inert(self._after)))  # type: ignore[no-untyped-call]
+            self._on.callback(part.register_load_state_dict_pre_hook(Inert(self._before)).remove)  # type: ignore[no-untyped-call]
+            self._on.callback(part.register_load_state_dict_post_hook(Inert(self._after)).remove)  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
         """Take the hooks off again."""
-        for handle in self._handles:
-            handle.remove()
+        self._on.close()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
