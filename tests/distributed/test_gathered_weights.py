@@ -70,3 +70,25 @@ def test_a_sharded_model_is_evaluated_anywhere_in_its_training(
     wanted, found = (run(2, _trained, policy, bool(i), folder) for i, folder in enumerate(folders))
     for rank, weights in enumerate(found):
         assert all(torch.equal(value, wanted[rank][name]) for name, value in weights.items())
+
+
+def _extended(rank: int, world: int, is_watched: bool) -> list[Tensor]:
+    net = _net("bf16")
+    params = [*net.parameters()]
+    amp = _prepared(net, "bf16", params[:-1])
+    for step in range(4):
+        if step == 1:
+            amp.optimizers[0].add_param_group({"params": params[-1:], "lr": 0.01})
+        if step == 2 and is_watched:
+            _look_at(net, is_evaluated=True)
+            watch = mezzo.diagnose.watch(amp, every=1)
+        amp.zero_grad()
+        amp.backward(net(torch.full((4, 6), step + 1.0)).float().square().mean())
+        assert amp.step()
+    assert not is_watched or len(watch.report.steps) == 2
+    return [value.full_tensor() for value in amp.export_weights().values()]  # type: ignore[attr-defined]
+
+
+def test_a_sharded_run_gets_a_group_and_is_watched_from_an_evaluation_on() -> None:
+    (found, _), (wanted, _) = run(2, _extended, True), run(2, _extended, False)
+    assert all(map(torch.equal, found, wanted))

@@ -86,9 +86,8 @@ class Watch(AbstractContextManager["Watch"]):
             self._sampling.append(handle)
 
     def _disarm(self) -> None:
-        for handle in self._sampling:
-            handle.remove()
-        self._sampling.clear()
+        while self._sampling:
+            self._sampling.pop().remove()
 
     def _end_step(self) -> None:
         self._seen += 1
@@ -379,7 +378,7 @@ def watch(run: Stepper | nn.Module, *, every: int = 10, width: int = 1024) -> Wa
             f"watch was asked for every={shown(every)}, width={shown(width)}; give whole numbers of at least 1."
         )
     if isinstance(run, Stepper):
-        _ = run.policy  # which a stepper that was released refuses
+        run.report()  # of the shards that optimizers know; a stepper that was released refuses it
         return Watch(run.model, run, every, width)
     if isinstance(run, nn.Module):
         return Watch(run, None, every, width)

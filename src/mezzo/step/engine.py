@@ -170,6 +170,7 @@ class Engine:
         self.refuse_capture("amp.step()")
         if self.gradients.has_dtensors:
             reshard_(self.root)
+            self.names.refresh()
         stop = self._stop()
         if stop is not None:
             if self.policy.guard.restore_buffers:
