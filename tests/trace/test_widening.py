@@ -110,6 +110,47 @@ def test_a_cast_by_hand_is_named() -> None:
     assert not fix.edit and "no rule brings back what to() rounds at" in fix.advice
 
 
+class Kalman(nn.Module):
+    """A filter whose covariance rounding makes indefinite long before the likelihood is asked of it; its own casts round nothing of H and I."""
+
+    def __init__(self, low: torch.dtype) -> None:
+        super().__init__()
+        self.noise = nn.Parameter(torch.tensor(-6.01))
+        self.motion = nn.Parameter(torch.tensor([[0.99, 0.11], [-0.01, 0.99]]))
+        self.low = low
+
+    def forward(self, z: Tensor) -> Tensor:
+        low, loss = self.low, torch.zeros(())
+        spread, state, sensor = torch.eye(2).to(low) * 100, torch.zeros(2).to(low), torch.tensor([[1.0, 0.0]]).to(low)
+        motion = self.motion.to(low)
+        for seen in z:
+            state = motion @ state
+            spread = motion @ spread @ motion.T + self.noise.exp().to(low) * torch.eye(2).to(low)
+            size, error = (sensor @ spread @ sensor.T)[0, 0] + 1e-3, seen.to(low) - state[0]
+            gain = (spread @ sensor.T) / size
+            state, spread = state + gain[:, 0] * error, (torch.eye(2).to(low) - gain @ sensor) @ spread
+            loss = loss + (size.log() + error * error / size).float() / len(z)
+        return loss
+
+
+def filtered(policy: str, low: torch.dtype) -> tuple[float, diagnose.TraceReport]:
+    torch.manual_seed(0)
+    model, z = Kalman(low), (torch.randn(20) * 0.1).cumsum(0)
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), policy)
+    with diagnose.trace(model) as t:
+        loss = model(z)
+        amp.backward(loss)
+    return float(loss.detach()), t.report
+
+
+def test_a_run_that_was_lost_before_its_last_ops_gets_rules_and_blames_no_cast() -> None:
+    want, _ = filtered("fp32", torch.float32)
+    _, report = filtered("bf16", torch.bfloat16)
+    assert report.faults[0].verdict == "underflow" and report.faults[0].op == "log"
+    got, under = filtered(f"bf16, {report.faults[0].fix.edit}", torch.bfloat16)
+    assert not under.faults and got == pytest.approx(want, rel=0.05)
+
+
 class Weighted(nn.Module):
     """A loss with weights of classes in a buffer, one of which fp16 makes 0."""
 

@@ -152,7 +152,10 @@ def _roots(events: list[Event], sink: Sink) -> list[Event]:
     # the sum over nothing is -inf, as a lattice's states that cannot be reached are
     mixed = [e for e in events if e.kind == "mixed" and (not is_asked or any(t.nan for t in e.outputs))]
     has_full_rows = any(e.full_rows for e in mixed)
-    is_masked = bool(mixed) and not any(_is_multiplied(e) for e in mixed)
+    # infinities that went through arithmetic before they met are no mask's, which stay -inf
+    is_masked = bool(mixed) and all(
+        e.full_rows or not (e.site.op in _PRODUCTS or any(t.posinf for t in e.inputs)) for e in mixed
+    )
     leaves = [e for e in events if e.kind == "leaf" and not (is_masked and _is_mask(e, has_full_rows))]
     constants = [e for e in events if e.kind == "constant"]
     if sources or leaves:
@@ -166,11 +169,6 @@ def _roots(events: list[Event], sink: Sink) -> list[Event]:
     if not is_asked:
         return constants
     return [e for e in constants if sink.is_loss and any(t.nan for t in e.outputs)]
-
-
-def _is_multiplied(mixed: Event) -> bool:
-    """Say whether infinities went through arithmetic before they met: a mask's stay -inf."""
-    return not mixed.full_rows and (mixed.site.op in _PRODUCTS or any(t.posinf for t in mixed.inputs))
 
 
 def _is_mask(leaf: Event, has_full_rows: bool = False) -> bool:

@@ -219,8 +219,9 @@ class ReferencePath:
         # what made the argument that rounding moved: the program's own cast, what fed the module, the module's ops
         own = [maker for t in (*call.originals, *saved) if (maker := self._makers.get(t)) is not None]
         fed = [] if any(m.site.op == "to" for m in own) else self._run_inside()[0]
-        sites = (*(m.site for m in (*fed, *own)), *(site for site, _ in made))
-        return tuple(dict.fromkeys(sites)), False
+        fed = [m for m in fed if m.site.op != "to" or m.site.path != self.inside[-1][0].path]  # not by its own casts
+        inside = [site for site, _ in made if site.op != "to" or widening.is_enough]
+        return tuple(dict.fromkeys((*(m.site for m in (*fed, *own)), *inside))), False
 
     def is_local_enough(self, call: Call) -> bool:
         """Say whether an op is finite once the ops that made its operands ran in fp32 on what they were given. Syncs: yes."""

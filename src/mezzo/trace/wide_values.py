@@ -183,6 +183,12 @@ class Widening:
     def __init__(self, made: Ops) -> None:
         self._made = made
 
+    @property
+    def is_enough(self) -> bool:
+        """Whether the one that failed is finite with all of them in fp32, the program's own casts too. Syncs: yes."""
+        wide = self._run(self._made, lambda *_: True)
+        return wide is not None and all(map(is_finite, wide))
+
     def one_op(self) -> tuple[Site, ...]:
         """Return the last op whose result, kept in fp32, would have spared the one that failed. Syncs: yes."""
         for index in reversed(range(len(self._made))):
