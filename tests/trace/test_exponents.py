@@ -57,7 +57,7 @@ def test_the_largest_scale_keeps_the_largest_gradient_inside() -> None:
 def test_a_line_shows_the_exponents_of_all_its_results() -> None:
     plain, frame = event().site, Frame(file="model.py", line=7, function="forward")
     site = Site(**{name: getattr(plain, name) for name in Site.__dataclass_fields__} | {"user": frame})
-    watch = LineWatch(LintWatch(ReferencePath(), str))
+    watch = LineWatch(LintWatch(ReferencePath()))
     watch.see(plain, [torch.ones(1)], [1.0])  # of no line
     watch.see(site, [torch.tensor([0.0, 0.5, 3.0]), torch.tensor([2.0**-9]).half()], [3.0, 2.0**-9])
     watch.see(site, [torch.tensor([1.0, math.inf])], [1.0])

@@ -176,3 +176,14 @@ def test_a_state_in_fp32_beside_16_bit_weights_is_healthy() -> None:
 
 def test_one_call_alone_is_no_fault() -> None:
     assert traced(Keeps(in_place, BF16), calls=1).answer == "healthy"
+
+
+def test_a_teacher_in_16_bit_is_no_trainable_weight() -> None:
+    teacher, student = torch.nn.Linear(4, 4).to(BF16), torch.nn.Linear(4, 4)
+    with diagnose.trace() as t:
+        with torch.autocast("cpu", dtype=BF16), torch.no_grad():
+            target = teacher(torch.ones(2, 4)).float()
+        with torch.autocast("cpu", dtype=BF16):
+            loss = (student(torch.ones(2, 4)).float() - target).square().mean()
+        loss.backward()
+    assert t.record.lints == () and t.report.answer == "healthy"

@@ -62,24 +62,24 @@ class Amplified:
 
     def __init__(self, reference: ReferencePath) -> None:
         self._reference = reference
-        self._found: dict[
-            tuple[str, str], tuple[Lint, set[int]]
-        ] = {}  # by line and kernel, with the steps that felt it
+        # by line and kernel, with the steps that felt it
+        self._found: dict[tuple[str, str], tuple[Lint, set[int]]] = {}
         self._steps: set[int] = set()
         self._errors: StorageNotes[_Error] = StorageNotes()
         self.local = WideValues()  # of all since the last layers, had it run in fp32
+        self._behind_close = WideValues()  # and of a layer whose results lie close together, as they are
         self._weights: StorageNotes[bool] = StorageNotes()
 
     def model(self, model: nn.Module) -> None:
         """Take note of the weights of a model that is about to run. Syncs: no."""
         for weight in model.parameters():
-            if weight.requires_grad and (values := plain(weight)) is not None:
+            if (values := plain(weight)) is not None:
                 self._weights.note(values, True)
 
     def see(self, call: Call, site: Site, wide: list[Tensor] | None) -> None:
         """Take in one op and its results in an fp32 run. Syncs: where they are known."""
         if wide is None or site.phase != "forward":
-            forget_results(call, self._errors, self.local)
+            forget_results(call, self._errors, self.local, self._behind_close)
             return
         given = self._errors.read_by(call)
         read, wrong = next(((t, e) for t, e in given if e.lint), (None, None))
@@ -87,35 +87,38 @@ class Amplified:
         is_layer = has_weight and is_product(call.func)
         if has_weight and call.facts.name == "to":
             self._weights.note(call.out[0], True)
-        if wrong is not None and (is_layer or _is_data(call, read, wrong)):
-            self.tell(wrong.lint, site.step)
+        for tensor, error in given:
+            if error.lint and (is_layer or _is_data(call, tensor, error)):
+                self.tell(error.lint, site.step)
         lasts = wrong is not None and wrong.is_used and read is not None and self._carries(call, read)
-        close = next((e.close for _, e in given if e.close), "")
+        close, known = next((e.close for _, e in given if e.close), ""), self.local.known(call)
+        cut = run_in_fp32(call, known | self._behind_close.known(call)) if close and not is_layer else None
         if is_layer:
             is_layer = not (call.out and _are_too_close(call.out[0], wide[0]))
             close = "" if is_layer else f"{site.op} (module {site.path})"
-        known = self.local.known(call)
         local = None if is_layer else run_in_fp32(call, known)
         maker = wrong.lint.site if wrong and wrong.lint else self._maker(call, site, is_wrong=False)
-        for tensor, value, alone in zip(call.out, wide, local or wide, strict=True):
+        for tensor, value, alone, behind in zip(call.out, wide, local or wide, cut or call.out, strict=True):
             error = _Error(share_off(tensor, value), maker, close)
             if local is None:
                 self.local.forget(tensor)
             elif wrong is not None and (error.off > _SEEN or lasts):
                 is_used = wrong.is_used or call.facts.name in _TURNS or not _is_linear(call, read)
                 error = replace(error, lint=wrong.lint, is_used=bool(is_used))
-            elif error.off > _WRONG and share_off(alone, value) < min(_WRONG, error.off / 4):
+            elif error.off > _WRONG and share_off(alone, value) < (right := min(_WRONG, error.off / 4)):
                 if any(not is_finite(t) and is_finite(known.get(id(t), t)) for _, t in call.inputs):
                     alone = tensor.detach().float()  # noqa: PLW2901  # what an overflow leaves is no rounding
                 else:
+                    layer = close if share_off(behind, value) >= right else ""
                     lint = Lint(
                         rule="amplified-rounding", site=self._maker(call, site), kernel=call.facts.kernel,
-                        dtype=dtype_name(self._reference.low), what=close, value=error.off, case="close-results" if close else "",
+                        dtype=dtype_name(self._reference.low), what=layer, value=error.off, case="close-results" if layer else "",
                     )  # fmt: skip
                     is_used = not _is_linear(call, None) and call.facts.name not in _LOGARITHMS
                     error = replace(error, lint=lint, is_used=is_used)
             if local is not None:
                 self.local.put(tensor, alone)
+            self._behind_close.put(tensor, behind.detach().float()) if close else self._behind_close.forget(tensor)
             self._errors.note(tensor, error)
 
     def _maker(self, call: Call, site: Site, *, is_wrong: bool = True) -> Site:
@@ -149,12 +152,15 @@ class Amplified:
 
     def end_step(self) -> None:
         """Let go of what is no more; what was made before the loop is still what it was. Host only."""
-        for notes in (self.local.notes, self._errors):
+        for notes in (self.local.notes, self._behind_close.notes, self._errors):
             notes.drop_gone()
 
-    def tell(self, lint: Lint | None, *steps: int) -> None:
+    def expect(self, tensor: Tensor, lint: Lint) -> None:
+        """Follow data that ids which rounding turned have picked, to where a gradient feels it. Host only."""
+        self._errors.note(tensor, _Error(1.0, lint.site, "", lint, is_used=True))
+
+    def tell(self, lint: Lint, *steps: int) -> None:
         """Take note of what a gradient felt in some steps. Host only."""
-        assert lint is not None  # where it is called
         self._found.setdefault((str(lint.site.frame), lint.kernel), (lint, set()))[1].update(steps)
 
 
@@ -178,7 +184,7 @@ class RoundedIndices:
             return
         near = self._amplified.local.known(call)
         wide, alone = whole_results(call, known | picked), whole_results(call, near | picked)
-        lint = self._behind(call)
+        lint = self._behind(call) if picked else None
         for ids, others, nearby in zip(found, wide, alone, strict=False):
             if not ids.numel() or not ids.shape == others.shape == nearby.shape:
                 continue
@@ -200,19 +206,23 @@ class RoundedIndices:
             self._amplified.tell(self._behind(call), *range(site.step + 1))
 
     def _feel(self, call: Call, site: Site, picked: dict[int, Tensor]) -> None:
-        """Compare what ids pick, less what all of a table has in common, with what those of fp32 do, where it has a gradient. Syncs: there."""
-        if not call.is_tracked:
-            return
+        """Compare what ids pick, less what all of a table has in common, with what those of fp32 do: is it felt, where a gradient is, or behind? Syncs: there."""
         for tensor, value in zip(call.out, self._picking(call, picked) or [], strict=False):
             mean = mean_row(call.inputs[0][1], value)
             if tensor.shape == value.shape and share_off(tensor.detach() - mean, value.float() - mean) > _TURNED:
-                self._amplified.tell(self._behind(call), site.step)
+                if call.is_tracked:
+                    self._amplified.tell(self._behind(call), site.step)
+                else:
+                    self._reference.begin(tensor, value.float(), site)
+                    self._amplified.expect(tensor, self._behind(call))
 
     def _of_fp32(self, call: Call) -> dict[int, Tensor]:
         return {id(t): ids for t in ids_in(call.given) if (ids := self._picked.get(t)) is not None}
 
-    def _behind(self, call: Call) -> Lint | None:
-        return self._picked_by.first(ids_in(call.given))
+    def _behind(self, call: Call) -> Lint:
+        found = self._picked_by.first(ids_in(call.given))
+        assert found is not None  # where ids of fp32 are known
+        return found
 
     def _picking(self, call: Call, picked: dict[int, Tensor]) -> list[Tensor] | None:
         """Run an op with the ids of fp32; None where they pick what is not there. Syncs: as the op does."""
@@ -227,12 +237,12 @@ def _are_too_close(tensor: Tensor, wide: Tensor) -> bool:
     if tensor.dtype not in LOW_DTYPES or tensor.dim() < 2:
         return False
     rows = wide.reshape(-1, wide.shape[-1])
-    return 0 < _WRONG * float((rows - rows.mean(0)).norm()) < float((tensor.detach().float() - wide).norm()) < math.inf
+    return 0 < _WRONG * float((rows - rows.mean(0)).norm()) < float((wide.to(tensor.dtype) - wide).norm()) < math.inf
 
 
-def _is_data(call: Call, read: Tensor | None, error: _Error) -> bool:
+def _is_data(call: Call, read: Tensor, error: _Error) -> bool:
     """Say whether a wrong tensor without a gradient, as a target is, meets what has one. Syncs: no."""
-    is_fixed = read is not None and read.dim() > 0 and not call.original(read).requires_grad
+    is_fixed = read.dim() > 0 and not call.original(read).requires_grad
     return call.is_tracked and is_fixed and error.off > _WRONG
 
 

@@ -69,7 +69,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         self.events: list[Event] = []
         self.sinks: list[Sink] = []
         self.reference = ReferencePath()
-        self.updates, self.lints = UpdateWatch(), LintWatch(self.reference, context.name_of)
+        self.updates, self.lints = UpdateWatch(), LintWatch(self.reference)
         self.states = StateWatch(self.updates, self.lints)
         self.replaced = ReplacedStates(self.updates)
         self.lines = LineWatch(self.lints)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -63,15 +62,14 @@ class LintWatch:
 
     Args:
         reference: what tensors would hold without rounding.
-        name_of: what a tensor is called.
 
     Attributes:
         of_risks: whether what may lose numbers counts too where it did not: a loss in 16 bit, the eps that torch's normalize fills in.
         scale: what a scaler of torch's multiplied the last loss by, until gradients are unscaled; 1 before and after.
     """
 
-    def __init__(self, reference: ReferencePath, name_of: Callable[[Tensor], str]) -> None:
-        self._reference, self._name_of = reference, name_of
+    def __init__(self, reference: ReferencePath) -> None:
+        self._reference = reference
         self.of_risks = False
         self._found: dict[tuple[object, ...], Lint] = {}
         self._has_fp16 = self._has_scaler = self._is_scaled = self._has_scaled_grads = False
@@ -154,9 +152,9 @@ class LintWatch:
                 self.add("integers-in-16-bit", site, low.dtype, "arange", amax(low), call.facts.kernel)
             return
         source = _counted(call, low) if name == "cumsum" else call.args[0] if name == "to" and call.args else None
-        if not isinstance(source, Tensor) or source.is_nested or source.dtype in LOW_DTYPES:
+        if not isinstance(source, Tensor) or source.is_nested or source.dtype in LOW_DTYPES or source.is_complex():
             return
-        if source.is_complex() or not source.numel():
+        if not source.numel() or (source.requires_grad and source.is_leaf):  # a weight, as a bias of 1234 is
             return
         wide = source.to(widest(source.device))
         top = amax(wide)
@@ -244,8 +242,7 @@ class LintWatch:
             self._one_plus_lost.note(call.out[0], lost)
 
     def _accumulator(self, call: Call, site: Site, low: Tensor) -> None:
-        is_sum = call.facts.kernel in ("aten.add_", "aten.sub_") and low.dim() == 0
-        if is_sum and (not site.root or self._name_of(low).startswith("buffer")):
+        if self.of_risks and not site.root and low.dim() == 0 and call.facts.kernel in ("aten.add_", "aten.sub_"):
             self.add("half-accumulator", site, low.dtype, "a running sum", float(low.detach()), call.facts.kernel)
 
     def _running_sum(self, call: Call, site: Site, low: Tensor) -> None:
@@ -276,10 +273,9 @@ class LintWatch:
 
     def _sum_by_index(self, call: Call, site: Site, low: Tensor) -> None:
         """Compare what one op adds up by index in 16 bit with the same in fp32. Syncs: yes."""
-        wide = rerun_wide(call, torch.float32)
-        off, top = (float((low.detach().float() - wide[0]).norm()), float(wide[0].norm())) if wide else (0.0, 0.0)
-        if 0 < _LOST * top < off < math.inf:
-            what = f"what {call.facts.name} adds up, {off / top:.0%} off,"
+        off = share_off(low, wide[0]) if (wide := rerun_wide(call, torch.float32)) else 0.0
+        if off > _LOST:
+            what = f"what {call.facts.name} adds up, {off:.0%} off,"
             self.add("half-accumulator", site, low.dtype, what, off, call.facts.kernel, case="by-index")
 
     def end_step(self) -> None:

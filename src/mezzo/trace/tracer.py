@@ -202,8 +202,8 @@ class Trace:
             self._inferences += not torch.is_grad_enabled()
         with self._collector.aside():
             first = next(module.parameters(), None)
-            in_region = first is not None and torch.is_autocast_enabled(first.device.type)
-            self._collector.lints.model(module, self._context.site("call"), in_region)
+            is_cast = first is not None and torch.is_autocast_enabled(first.device.type)
+            self._collector.lints.model(module, self._context.site("call"), torch.is_grad_enabled() and is_cast)
             if autograd_node() is None:
                 self._collector.states.enter(module)
         self._hook_gradients(*module.parameters(), *(t for _, t in self._context.modules.inputs))

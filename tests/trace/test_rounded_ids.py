@@ -1,0 +1,116 @@
+"""Ids that rounding turned: of what has a gradient, and of data that meets one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.trace.test_amplified import BF16, FP32, LOW, Losses, low, named, traced
+from torch import Tensor, nn
+
+import mezzo.diagnose as diagnose
+from mezzo.trace import explain_lint
+
+
+def bins(m: nn.Linear, x: Tensor) -> Tensor:
+    row = (low(torch.linspace(1, 40, len(x))) / 0.01).floor().long()
+    return (m.weight[row % 8] - x).square().mean()
+
+
+def edges(m: nn.Linear, x: Tensor) -> Tensor:
+    row = torch.bucketize(low(torch.linspace(1, 1.2, len(x))), low(torch.linspace(1, 1.2, 256)))
+    return (F.embedding(row % 8, m.weight) - x).square().mean()
+
+
+def ties(m: nn.Linear, x: Tensor) -> Tensor:
+    k = low(m(x).float() * 1e-4 + 1).topk(2, -1).indices
+    return -m(x).float().gather(1, k).mean()
+
+
+def nearest(m: nn.Linear, x: Tensor) -> Tensor:
+    z, c = low(x + 40), low(m.weight * 4 + 40)
+    d = (z * z).sum(-1, keepdim=True) - 2 * z @ c.T + (c * c).sum(-1)
+    return (m.weight.index_select(0, d.argmin(-1)) - x).square().mean()
+
+
+def codes_far_from_0(m: nn.Linear, x: Tensor) -> Tensor:
+    z, codes = low(m(x).float() + 100), m.weight + 100
+    near = codes[(z[:, None] - codes).float().square().sum(-1).argmin(-1)]
+    return 1e-3 * (near - 100 - x).square().mean() + m(x).float().square().mean()
+
+
+def edges_of_a_cloud(m: nn.Linear, x: Tensor) -> Tensor:
+    q = low(x + 40)
+    d = (q * q).sum(-1)[:, None] - 2 * q @ q.T + (q * q).sum(-1)
+    return (m(x[d.topk(8, largest=False).indices] - x[:, None]).float().amax(1) - x).square().mean()
+
+
+def costs_of_beams(m: nn.Linear, x: Tensor) -> Tensor:
+    score = low(m(x).float() * 0.2 - 300)
+    k = score.topk(3).indices
+    return (score.gather(1, k).float().softmax(-1) * x.gather(1, k)).sum(-1).mean()
+
+
+PICKS = [bins, edges, ties, nearest, codes_far_from_0, edges_of_a_cloud, costs_of_beams]
+
+
+def neighbours(m: nn.Linear, x: Tensor) -> Tensor:
+    h = low(m(x))
+    d = (h * h).sum(-1)[:, None] - 2 * h @ h.T + (h * h).sum(-1)
+    return m(x)[d.topk(8, largest=False).indices].float().amax(1).square().mean()
+
+
+def noise_levels(m: nn.Linear, x: Tensor) -> Tensor:
+    levels = m.weight.mean() + torch.linspace(0, 1, 1000)
+    t = (low(torch.linspace(0, 0.99, len(x))) * 1000).long()
+    return (x * levels[t, None]).square().mean()
+
+
+def hardest(m: nn.Linear, x: Tensor) -> Tensor:
+    y = torch.arange(len(x)) % 8
+    k = low(F.cross_entropy(m(x).detach().float(), y, reduction="none")).topk(16).indices
+    return F.cross_entropy(m(x)[k].float(), y[k])
+
+
+def experts(m: nn.Linear, x: Tensor) -> Tensor:
+    share, k = low(m(x)).softmax(-1).topk(2, -1)
+    return ((m.weight[k] * share[..., None]).sum(1) - x).square().mean().float()
+
+
+def in_order(m: nn.Linear, x: Tensor) -> Tensor:
+    order = low(x[:, 0] * 1e-3 + 1).argsort()
+    return m(x[order])[:, 0].float().diff().square().mean() + m(x)[order].float().square().mean()
+
+
+def close_points(m: nn.Linear, x: Tensor) -> Tensor:
+    q = low(x)
+    near = x[(q[:, None] - q).square().sum(-1).topk(8, largest=False).indices] - x[:, None]
+    return (m(near).float().amax(1) - x).square().mean()
+
+
+def bins_of_data(m: nn.Linear, x: Tensor) -> Tensor:
+    rows = (torch.linspace(1, 40, len(x)) * 97).long()
+    return (low(m.weight)[rows % 8].float() - x).square().mean()
+
+
+@pytest.mark.parametrize("loss_of", PICKS)
+def test_ids_that_rounding_turned_are_named(loss_of: Losses) -> None:
+    report = traced(loss_of)
+    assert named(report, "rounded-index") == [loss_of.__name__], report
+    assert "fp32 picks others in" in next(explain_lint(x).why for x in report.record.lints if x.rule == "rounded-index")
+    assert not named(traced(loss_of, FP32), "rounded-index")
+
+
+@pytest.mark.parametrize("loss_of", [neighbours, noise_levels, hardest, experts, in_order, close_points, bins_of_data])
+def test_ids_whose_turning_changes_little_are_healthy(loss_of: Losses) -> None:
+    assert traced(loss_of).document().verdict.startswith("Healthy")
+
+
+def test_ids_that_rounding_turned_past_the_end_are_named_where_the_program_ends() -> None:
+    def past(m: nn.Linear, x: Tensor) -> Tensor:
+        return m.weight[(low(torch.tensor([0.1, 0.9999])) * 8).long()].square().mean()
+
+    LOW[0] = BF16
+    with pytest.raises(IndexError), diagnose.trace(None) as t:
+        past(nn.Linear(8, 8), torch.zeros(1))
+    assert named(t.report, "rounded-index") == ["past"]
