@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import mezzo.diagnose as diagnose
 from mezzo.step import prepare
+from mezzo.trace import explain_lint
 
 
 class Normed(nn.Module):
@@ -175,3 +176,43 @@ def test_bf16_is_advised_where_it_is_not_the_format_that_overflows(dtype: torch.
             scores.float().sum().backward()
     advice = t.report.findings[0].fix.advice
     assert ("bf16" in advice) == (dtype is torch.float16), advice
+
+
+@pytest.mark.parametrize("factors", [torch.linalg.svd, torch.linalg.eigh])
+def test_vectors_of_values_that_rounding_made_equal_are_underflow(factors: Callable[[Tensor], object]) -> None:
+    weight = torch.diag(torch.tensor([1.0, 1.002, 0.998])).requires_grad_()
+
+    def train(low: torch.dtype) -> Tensor:
+        weight.grad = None
+        found = factors(weight.to(low).float())
+        (found[1] if factors is torch.linalg.eigh else found[0] @ found[2]).mul(
+            torch.arange(9.0).view(3, 3)
+        ).sum().backward()
+        return weight.grad
+
+    assert train(torch.float32).isfinite().all()
+    with diagnose.trace() as t:
+        assert not train(torch.bfloat16).isfinite().all()
+    [found] = t.report.findings
+    assert (found.verdict, found.phase, found.fix.edit) == ("underflow", "backward", "")
+    assert "fp32" in found.why and "divides by that 0" not in found.why
+    assert found.fix.advice.startswith("make the matrix in fp32, of numbers that were never 16 bit; or separate")
+
+
+def test_a_logarithm_of_a_lost_constant_gets_one_edit_forward_and_backward() -> None:
+    """The rules on ops that make the forward finite alone were offered for the backward."""
+    model = nn.Linear(8, 1)
+    with diagnose.trace(model) as t:
+        with torch.autocast("cpu", dtype=torch.float16):
+            likely = (model(torch.randn(32, 8) * 400)).sigmoid()
+            loss = -((likely + 1e-8).log() + (1 - likely + 1e-8).log()).float().mean()
+        loss.backward()
+    assert {f.phase for f in t.report.findings} == {"forward", "backward"}
+    assert {f.fix.edit for f in t.report.findings} == {"compute=bf16"}
+
+
+def test_a_grid_of_fractions_is_not_said_to_be_whole() -> None:
+    with diagnose.trace() as t:
+        torch.arange(0, 1, 1e-3, dtype=torch.bfloat16)
+    [lint] = t.record.lints
+    assert explain_lint(lint).why.startswith("numbers of arange up to 1 lie closer together than those of bf16")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..formats import LOW_DTYPES, dtype_name
 from .measure import amax, ids_in, is_finite, mean_row, rerun, share_off, whole_results
-from .ops import Call, is_product, plain
+from .ops import SPECTRA, Call, is_product, plain
 from .records import Lint, Site
 from .reference_path import ReferencePath
 from .wide_values import StorageNotes, WideValues, forget_results, run_in_fp32
@@ -78,7 +78,7 @@ class Amplified:
 
     def see(self, call: Call, site: Site, wide: list[Tensor] | None) -> None:
         """Take in one op and its results in an fp32 run. Syncs: where they are known."""
-        if wide is None or site.phase != "forward":
+        if wide is None or site.phase != "forward" or call.facts.name in SPECTRA:
             forget_results(call, self._errors, self.local, self._behind_close)
             return
         given = self._errors.read_by(call)

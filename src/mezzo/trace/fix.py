@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..formats import format_of, parse_dtype
 from ..policy import ModuleRule, Rule, known_ops, write_module_rule, write_op_rule
-from .ops import CASTS, FACTORIZATIONS, plain_name
+from .ops import CASTS, FACTORIZATIONS, SPECTRA, plain_name
 from .records import Event, Site
 from .replacement import bound
 from .verdict import LOW_NAMES, Verdict, call_at, limit_of, narrow_dtype, number
@@ -203,9 +203,11 @@ def _fix_underflow(event: Event) -> Fix:
     edit = _edits(event.followers or sites)
     bounded = f"bound the argument of {event.site.op} away from where it has no value"
     advice = f"or {bounded if event.is_local_enough or not event.replacement else f'write {event.replacement}'}."
-    if event.site.op in FACTORIZATIONS:
-        tried = "".join(f"{site.op} in fp32 on these values: finite" for site in event.followers)
-        advice = "make the matrix in fp32, of numbers that were never 16 bit; or add a larger multiple of the identity."
+    if event.site.op in FACTORIZATIONS | SPECTRA:
+        is_factor = event.site.op in FACTORIZATIONS
+        tried = "".join(f"{site.op} in fp32 on these values: finite" for site in event.followers if is_factor)
+        rest = "add a larger multiple of the identity" if is_factor else "separate what rounding makes equal"
+        advice = f"make the matrix in fp32, of numbers that were never 16 bit; or {rest}."
         return Fix(edit=edit if tried else "", advice=advice, tried=tried)
     if flush is not None:
         facts, constant = format_of(parse_dtype(flush.dtype)), flush.constant
@@ -214,8 +216,9 @@ def _fix_underflow(event: Event) -> Fix:
             advice = f"or write a constant of at least {number(facts.tiny)}, the smallest normal {flush.dtype}."
         is_quotient = constant is None and event.site.op == "div"  # the gradient of what is divided is divided too
         small = flush.wide_amax if is_quotient else constant
-        is_ops_alone = edit.startswith("op:")  # a rule on a module holds for the gradient on its way through it too
-        if small and is_ops_alone and event.tracked and (slope := _slope_at(event.site.op, small)) > facts.max:
+        # a rule on a module holds for the gradient on its way through it too
+        is_alone = edit.startswith("op:") and (event.tracked or event.site.phase == "backward")
+        if small and is_alone and (slope := _slope_at(event.site.op, abs(small))) > facts.max:
             advice += f" {edit} makes the forward finite alone: at {number(small)} the gradient reaches {number(slope)}, which {flush.dtype} does not hold."
             return Fix(edit="compute=bf16", advice=advice)
     ran = f"{flush.site.op} and {event.site.op} in fp32" if flush else f"{event.site.op} under {edit}"
@@ -224,8 +227,7 @@ def _fix_underflow(event: Event) -> Fix:
 
 
 def _slope_at(op: str, x: float) -> float:
-    """Return the size of an op's derivative at a small number, whose reciprocal it takes where it is no power or logarithm."""
-    x = abs(x)
+    """Return the size of an op's derivative at a small number above 0, whose reciprocal it takes where it is no power or logarithm."""
     slopes = {"sqrt": 1 / (2 * math.sqrt(x)), "rsqrt": 1 / (2 * x * math.sqrt(x)), "reciprocal": 1 / (x * x)}
     return slopes.get(op, 1 / x)
 

@@ -149,7 +149,7 @@ class LintWatch:
         name = call.facts.name
         if name == "arange":
             if bool((low.diff() == 0).any()):
-                self.add("integers-in-16-bit", site, low.dtype, "arange", amax(low), call.facts.kernel)
+                self.add("integers-in-16-bit", site, low.dtype, "arange", amax(low), call.facts.kernel, "arange")
             return
         source = _counted(call, low) if name == "cumsum" else call.args[0] if name == "to" and call.args else None
         if not isinstance(source, Tensor) or source.is_nested or source.dtype in LOW_DTYPES or source.is_complex():

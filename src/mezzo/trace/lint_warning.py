@@ -58,6 +58,10 @@ TEXTS: dict[tuple[LintRule, LintCase], Callable[[Lint], tuple[str, str]]] = {
         f"whole numbers up to {number(x.value)} are cast to {_exact(x)}: neighbours become equal.",
         _POSITIONS_IN_FP32,
     ),
+    ("integers-in-16-bit", "arange"): lambda x: (
+        f"numbers of arange up to {number(x.value)} lie closer together than those of {x.dtype}: neighbours become equal.",
+        _POSITIONS_IN_FP32,
+    ),
     ("integers-in-16-bit", "sum"): lambda x: (
         f"whole numbers up to {number(x.value)} are added up in {_exact(x)}: neighbours become equal.",
         _POSITIONS_IN_FP32,

@@ -40,6 +40,8 @@ CASTS = ("to", "bfloat16", "half", "type", "type_as", "tensor", "new_tensor")
 """Calls by which a program itself narrows a value."""
 FACTORIZATIONS = frozenset({"linalg_cholesky", "linalg_inv", "linalg_lu_factor", "linalg_ldl_factor", "linalg_solve"})
 """Ops that say by a whole number, their last result, whether they could do what they were asked."""
+SPECTRA = frozenset({"linalg_svd", "linalg_eigh", "linalg_eig", "linalg_qr"})
+"""Ops whose vectors have no sign, and no order where values are equal: others than in fp32 are not wrong."""
 SOFTMAX_LIKE = frozenset({"softmax", "log_softmax", "logsumexp", "scaled_dot_product_attention"})
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..formats import LOW_DTYPES, dtype_name, format_of, widened
 from .measure import amax, finite, is_finite, numbers, rerun_wide, sanitised
-from .ops import CASTS, FACTORIZATIONS, Call, is_product
+from .ops import CASTS, FACTORIZATIONS, SPECTRA, Call, is_product
 from .records import Flush, Site, Wide
 from .wide_values import StorageNotes, Widening, WideValues, forget_results, is_repaired, run_in_fp32
 
@@ -129,7 +129,7 @@ class ReferencePath:
         local: list[Tensor] | None = None if known else wide
         for i, (tensor, value) in enumerate(zip(call.out, wide, strict=True)):
             lost = (tensor == 0) & (value != 0)
-            if bool(lost.any()):
+            if call.facts.name not in SPECTRA and bool(lost.any()):
                 local = local or run_in_fp32(call, {}) or wide
                 self._flushes.note(tensor, self._flush(call, site, tensor, lost, value, local[i], inherited))
                 self._local.put(tensor, local[i])
@@ -273,17 +273,16 @@ class ReferencePath:
 
     def _run_tape(self) -> list[Tensor] | None:
         """Run the ops of one autograd node again on fp32 values of the forward, and 1 for what came in bad; None where none of them has any."""
-        values: dict[int, Tensor] = {}
-        is_known, wide = False, None
+        values, is_known, wide = WideValues(), False, None
         for call in self._tape:
-            known = {id(t): v for _, t in call.inputs if (v := values.get(id(call.original(t)))) is not None}
+            known = values.known(call)
             forward = {k: v for k, v in self._wide.known(call).items() if k not in known}
             is_known = is_known or bool(forward)
             bad = {id(t): sanitised(t) for _, t in call.inputs if not is_finite(t)}
             wide = run_in_fp32(call, {**bad, **forward, **known})
             if wide is None:
                 return None
-            values |= {id(tensor): value for tensor, value in zip(call.out, wide, strict=True)}
+            values.put_results(call, wide)
         return wide if is_known else None
 
 
