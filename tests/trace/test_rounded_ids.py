@@ -114,3 +114,12 @@ def test_ids_that_rounding_turned_past_the_end_are_named_where_the_program_ends(
     with pytest.raises(IndexError), diagnose.trace(None) as t:
         past(nn.Linear(8, 8), torch.zeros(1))
     assert named(t.report, "rounded-index") == ["past"]
+
+
+def test_a_weight_that_is_a_whole_number_is_no_count() -> None:
+    def far(m: nn.Linear, x: Tensor) -> Tensor:
+        if not m.bias[0] == 1234:
+            nn.init.constant_(m.bias, 1234.0)
+        return (m(x).float() - x * 300 - 1234).square().mean()
+
+    assert not named(traced(far), "integers-in-16-bit")

@@ -151,6 +151,26 @@ def test_a_run_that_was_lost_before_its_last_ops_gets_rules_and_blames_no_cast()
     assert not under.faults and got == pytest.approx(want, rel=0.05)
 
 
+def test_the_rules_of_a_loss_outside_of_modules_train_as_fp32_does() -> None:
+    """The op that failed alone was offered, which repairs nothing where the variance was negative before it."""
+
+    def loss(policy: str) -> Tensor:
+        torch.manual_seed(0)
+        model, x = nn.Linear(8, 16), torch.randn(64, 8) * 0.05 + 4
+        with mezzo.autocast("cpu", policy=policy):
+            h = model(x)
+            spread = (h * h).mean(0) - h.mean(0) ** 2
+            found = ((h - h.mean(0)) / (spread + 1e-6).sqrt()).float().square().mean()
+        found.backward()
+        return found
+
+    with diagnose.trace() as t:
+        loss("bf16")
+    found = t.report.faults[0]
+    assert (found.verdict, found.op) == ("underflow", "sqrt") and found.fix.tried
+    assert float(loss(f"bf16, {found.fix.edit}").detach()) == pytest.approx(float(loss("fp32").detach()), rel=0.01)
+
+
 class Weighted(nn.Module):
     """A loss with weights of classes in a buffer, one of which fp16 makes 0."""
 

@@ -40,8 +40,7 @@ CASTS = ("to", "bfloat16", "half", "type", "type_as", "tensor", "new_tensor")
 """Calls by which a program itself narrows a value."""
 FACTORIZATIONS = frozenset({"linalg_cholesky", "linalg_inv", "linalg_lu_factor", "linalg_ldl_factor", "linalg_solve"})
 """Ops that say by a whole number, their last result, whether they could do what they were asked."""
-SPECTRA = frozenset({"linalg_svd", "linalg_eigh", "linalg_eig", "linalg_qr"})
-"""Ops whose vectors have no sign, and no order where values are equal: others than in fp32 are not wrong."""
+SPECTRA = frozenset({"linalg_svd", "linalg_eigh", "linalg_eig", "linalg_qr"})  # their vectors have no sign to compare
 SOFTMAX_LIKE = frozenset({"softmax", "log_softmax", "logsumexp", "scaled_dot_product_attention"})
 
 

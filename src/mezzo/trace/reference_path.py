@@ -121,9 +121,9 @@ class ReferencePath:
         if wide is None:
             forget_results(call, self._wide, self._flushes)
             return None
-        if self.inside and self.inside[-1][0].module != site.module:
+        if self.inside and self.inside[-1][0].path != site.path:
             self.inside.clear()
-        if site.root:
+        if site.is_ruled:
             self.inside.append((site, call))
         inherited = self.behind(call.originals)
         local: list[Tensor] | None = None if known else wide

@@ -200,10 +200,10 @@ class Trace:
                 self._begun = self._context.step
             self._forwards += torch.is_grad_enabled()
             self._inferences += not torch.is_grad_enabled()
+        first, is_trained = next(module.parameters(), None), torch.is_grad_enabled()
         with self._collector.aside():
-            first = next(module.parameters(), None)
             is_cast = first is not None and torch.is_autocast_enabled(first.device.type)
-            self._collector.lints.model(module, self._context.site("call"), torch.is_grad_enabled() and is_cast)
+            self._collector.lints.model(module, self._context.site("call"), is_trained and is_cast)
             if autograd_node() is None:
                 self._collector.states.enter(module)
         self._hook_gradients(*module.parameters(), *(t for _, t in self._context.modules.inputs))
