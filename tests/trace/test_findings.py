@@ -159,3 +159,20 @@ def test_a_step_that_blew_the_weights_up_comes_before_the_overflow_behind_it(lr:
             if loss.isfinite():
                 optimizer.step()
     assert [f.verdict for f in t.report.faults][:2] == (["exploding-step", "overflow"] if is_blown_up else [])
+
+
+def test_what_fails_behind_weights_that_went_bad_is_no_finding_of_its_own() -> None:
+    """It was judged by what the bad weights gave: sqrt "not finite in fp64 either" at nan."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 16), torch.randn(64, 8) * 0.05 + 4
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    with diagnose.trace(model) as t:
+        for _ in range(6):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                h = model(x)
+                spread = (h * h).mean(0) - h.mean(0) ** 2
+                loss = ((h - h.mean(0)) / (spread + 1e-6).sqrt()).float().square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert [(f.verdict, f.op, f.step) for f in t.report.findings] == [("underflow", "sqrt", 0)]

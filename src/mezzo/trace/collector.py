@@ -242,6 +242,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         if assigned is not None and not math.isfinite(assigned):
             sources = [s for s in sources if s[1].dim()]  # the others are that number
         causes = self._causes_of(call, site, sources)
+        is_over = any(s.kind == "parameter" and s.causes & causes for s in self.sinks)  # weights went bad before
         if assigned is not None and not sources:
             causes = self._event(call, site, bad, "constant", leaf=str(assigned))
         elif not sources and site.op == "scalar_tensor" and site.called not in _WRITERS:
@@ -251,10 +252,9 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             causes = self.reference.absorbed(call) or self._event(call, site, bad, "source")
             self._fp64.start(call)
         elif not sources:
-            causes = self._event(
-                call, site, bad, "constant", self._read_causes if site.phase == "optimizer" else NO_CAUSE
-            )
-        elif self._reached_step != self.context.step and is_bad_anyway(call):
+            parents = self._read_causes if site.phase == "optimizer" else NO_CAUSE
+            causes = self._event(call, site, bad, "constant", parents)
+        elif not is_over and self._reached_step != self.context.step and is_bad_anyway(call):
             causes |= self._event(call, site, bad, "source", causes)
         elif (any_nan(bad) and not any_nan(t for _, t in sources)) or (
             call.facts.name == "logsumexp" and full_rows(call)

@@ -153,9 +153,8 @@ def _roots(events: list[Event], sink: Sink) -> list[Event]:
     mixed = [e for e in events if e.kind == "mixed" and (not is_asked or any(t.nan for t in e.outputs))]
     has_full_rows = any(e.full_rows for e in mixed)
     # infinities that went through arithmetic before they met are no mask's, which stay -inf
-    is_masked = bool(mixed) and all(
-        e.full_rows or not (e.site.op in _PRODUCTS or any(t.posinf for t in e.inputs)) for e in mixed
-    )
+    multiplied = [e for e in mixed if e.site.op in _PRODUCTS or any(t.posinf for t in e.inputs)]
+    is_masked = bool(mixed) and all(e.full_rows for e in multiplied)
     leaves = [e for e in events if e.kind == "leaf" and not (is_masked and _is_mask(e, has_full_rows))]
     constants = [e for e in events if e.kind == "constant"]
     if sources or leaves:
