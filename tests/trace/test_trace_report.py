@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import html
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 from tests.trace.events import event, record, sink, wide
 
+import mezzo.diagnose as diagnose
 from mezzo.report import Chart
+from mezzo.trace import explain_lint
 from mezzo.trace.findings import find
 from mezzo.trace.records import LineRange, Size, TraceRecord
 from mezzo.trace.trace_report import TraceReport
@@ -91,3 +96,14 @@ def test_a_deep_model_is_drawn_from_its_first_layer_to_its_last(kind: str) -> No
     [chart] = [block for block in details if isinstance(block, Chart)]
     assert {chart.labels[0], chart.labels[-1]} == {"layers.0", "layers.119"} and len(set(chart.labels)) == 64
     assert chart.title.endswith(" (64 of 120)")
+
+
+def test_a_broken_rule_is_told_with_what_to_write_instead(tmp_path: Path) -> None:
+    with diagnose.trace() as t:
+        torch.ones(2, dtype=torch.float16) + 1e-9
+    [lint] = t.record.lints
+    told = explain_lint(lint)
+    t.report.to_html(str(tmp_path / "page.html"))
+    page = html.unescape((tmp_path / "page.html").read_text(encoding="utf-8"))
+    for said in (str(t.report), t.report.to_text(), page):
+        assert f"{told.why} Instead: {told.advice}" in " ".join(said.split())

@@ -153,11 +153,11 @@ def _others(findings: tuple[Finding, ...]) -> list[Block]:
 
 
 def _warnings(lints: list[Lint]) -> list[Block]:
-    if not lints:
-        return []
     # one line of a program runs in many modules
-    rows = tuple(dict.fromkeys((x.rule, short_line(x.site.frame), explain_lint(x).why) for x in lints))[:_SHOWN]
-    return [Heading(text="Lint rules broken"), Table(title="", columns=("rule", "line", "why"), rows=rows)]
+    told = ((x, explain_lint(x)) for x in lints)
+    rows = dict.fromkeys((x.rule, short_line(x.site.frame), f"{y.why} Instead: {y.advice}") for x, y in told)
+    table = Table(title="", columns=("rule", "line", "why"), rows=tuple(rows)[:_SHOWN])
+    return [Heading(text="Lint rules broken"), table] if rows else []
 
 
 def _unreached(r: TraceRecord) -> list[Block]:
