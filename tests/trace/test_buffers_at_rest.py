@@ -113,3 +113,10 @@ def test_tables_masks_and_whole_numbers_that_fit_are_no_risk(is_seen: bool) -> N
         counts=torch.full((600,), 900.0),
     )
     assert lints(model, lambda m: m.to(BF16), 2, 8, is_seen=is_seen) == []
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+def test_integers_are_exact_up_to_the_number_named(dtype: torch.dtype) -> None:
+    top = int(exact_integers(dtype))
+    assert torch.equal(torch.arange(top + 1).to(dtype).long(), torch.arange(top + 1))
+    assert int(torch.tensor(top + 1).to(dtype)) != top + 1

@@ -16,7 +16,7 @@ import mezzo
 import mezzo.diagnose as diagnose
 from mezzo.formats import format_of
 from mezzo.trace import Trace, explain_lint
-from mezzo.trace.lint_rules import LintWatch, exact_integers
+from mezzo.trace.lint_rules import LintWatch
 from mezzo.trace.lint_warning import TEXTS
 from mezzo.trace.records import Lint, LintCase, LintRule, Site
 from mezzo.trace.reference_path import ReferencePath
@@ -102,13 +102,6 @@ def test_a_rule_fires_at_its_edge_and_not_before(
 ) -> None:
     assert rules(loses) == [rule]
     assert rules(keeps) == []
-
-
-@pytest.mark.parametrize("dtype", [FP16, BF16])
-def test_integers_are_exact_up_to_the_number_named(dtype: torch.dtype) -> None:
-    top = int(exact_integers(dtype))
-    assert torch.equal(torch.arange(top + 1).to(dtype).long(), torch.arange(top + 1))
-    assert int(torch.tensor(top + 1).to(dtype)) != top + 1
 
 
 def test_a_line_is_noted_once_a_rule_and_a_rule_a_bounded_number_of_times() -> None:
