@@ -224,9 +224,8 @@ def warn_of_probabilities(loss: Tensor) -> bool:
                 "sigmoid, or add 'op:sigmoid=fp32' to the policy."
             )
             return True
-        if len(todo) < _SHORT and (
-            is_met or not num_met or len(following) == 1
-        ):  # on from the loss, shapes and casts alone
+        is_on_the_way = is_met or not num_met or len(following) == 1  # behind the loss, shapes and casts alone
+        if is_on_the_way and len(todo) < _SHORT:
             todo += [(one, num_met + is_met) for one, _ in following[: 1 if is_met else None] if one is not None]
     return False
 
