@@ -242,7 +242,13 @@ class LintWatch:
             self._one_plus_lost.note(call.out[0], lost)
 
     def _accumulator(self, call: Call, site: Site, low: Tensor) -> None:
-        if self.of_risks and not site.root and low.dim() == 0 and call.facts.kernel in ("aten.add_", "aten.sub_"):
+        """Look at an addition to one number: of a loop it may lose some, of a module, as to a count in a buffer, it did. Syncs: there."""
+        if low.dim() or call.facts.kernel not in ("aten.add_", "aten.sub_"):
+            return
+        old = next((float(t) for _, t in call.inputs if call.original(t) is low), 0.0)
+        added = abs(float(wide[0]) - old) if (wide := rerun_wide(call, torch.float32)) else 0.0
+        is_lost = float(low.detach()) == old and added > abs(old) * format_of(low.dtype).eps / 4
+        if is_lost if site.root else self.of_risks:
             self.add("half-accumulator", site, low.dtype, "a running sum", float(low.detach()), call.facts.kernel)
 
     def _running_sum(self, call: Call, site: Site, low: Tensor) -> None:
