@@ -98,3 +98,9 @@ def test_a_16_bit_table_with_sparse_gradients_is_followed() -> None:
             model(torch.randint(0, 50, (8, 2))).float().square().sum().backward()
             optimizer.step()
     assert t.report.record.updates == 2
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 3)])
+def test_the_first_and_the_second_update_that_a_state_loses_are_told_of_one_tensor(shape: tuple[int, ...]) -> None:
+    record = decayed(torch.full(shape, 0.1, dtype=BF16), 0.9985, 4).record
+    assert [u.name for u in record.lost] == [f"a tensor of {shape}"] * 4

@@ -147,8 +147,8 @@ class UpdateWatch:
             is_kept = name in ADDITIONS or at == version(tensor) - 1 or called.startswith("parameter")
             now = _Row(row_after(last.times, counts) if is_kept else 0, counts, site)
             self._by_hand.note(tensor, (now, version(tensor)))
+            called = called.rpartition(" ")[2] or f"a tensor of {tuple(tensor.shape)}"
             for row in _to_tell(last, now, 2 if tensor.numel() > 1 else STEPS + 1):
-                called = called.rpartition(" ")[2] or f"a tensor of {tuple(tensor.shape)}"
                 self.add(called, tensor, "the program", row.counts, row.site)
 
     def _see_chain(self, call: Call, site: Site) -> None:
