@@ -118,8 +118,8 @@ class Amplified:
                     error = replace(error, lint=lint, is_used=is_used)
             if local is not None:
                 self.local.put(tensor, alone)
-            self._behind_close.put(tensor, behind.detach().float()) if close else self._behind_close.forget(tensor)
             self._errors.note(tensor, error)
+        self._behind_close.put_results(call, [t.detach().float() for t in cut or call.out] if close else None)
 
     def _maker(self, call: Call, site: Site, *, is_wrong: bool = True) -> Site:
         """Return where what is wrong in a result was made: before, if the op only moves it, or reads it as wrong as that. Syncs: if it is wrong."""
