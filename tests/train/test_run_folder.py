@@ -15,8 +15,8 @@ from tests.train.small import metrics, trained_in
 
 from mezzo.errors import CheckpointError, ConfigError
 from mezzo.train import Predictor, TrainConfig, run
+from mezzo.train.config import RunFolder
 from mezzo.train.metrics import read_metrics
-from mezzo.train.train_result import RunFolder
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,13 @@
-"""What a training run is asked to do, as one frozen value that is saved beside it."""
+"""What a training run is asked to do, as one frozen value that is saved beside it, and where its files lie."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -248,6 +251,61 @@ class TrainConfig:
         """Return the fields whose values would make a resumed run another run: name to (mine, other's)."""
         pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
         return {n: (a, b) for n, (a, b) in pairs.items() if a != b and n not in MAY_DIFFER_ON_RESUME}
+
+
+class RunFolder:
+    """Where the files of a run lie.
+
+    Attributes:
+        config: the options, JSON.
+        checkpoint: what `--resume` goes on from.
+        best: the model with the best dev accuracy and its tokenizer, as the transformers library has them.
+        metrics: a JSON object a line, for every update and evaluation.
+        curves: the picture of loss, accuracy and scale.
+        result: the `TrainResult`, JSON.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config, self.checkpoint, self.best = path / "config.json", path / "checkpoint.pt", path / "best"
+        self.metrics, self.curves, self.result = path / "metrics.jsonl", path / "curves.png", path / "result.json"
+
+    @property
+    def replaced(self) -> list[str]:
+        """The names of what lies in the folder that a training replaces."""
+        partial = self.path / "best.partial"
+        own = (self.config, self.checkpoint, self.best, partial, self.metrics, self.curves, self.result)
+        return [path.name for path in own if path.exists()]
+
+    @property
+    def is_run(self) -> bool | None:
+        """Whether the options in it are those of a run: a model has a config.json too. None where none can be read."""
+        try:
+            saved = json.loads(self.config.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return None
+        return {"data", "policy", "out"} <= saved.keys() if isinstance(saved, dict) else None
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the folder, which exists, inside the block: a ConfigError while another process does. Not on Windows, nor where files cannot be locked. Writes: nothing."""
+        if sys.platform == "win32":
+            yield
+            return
+        import fcntl
+
+        handle = os.open(self.path, os.O_RDONLY)
+        try:
+            with suppress(OSError):  # of a file system without locks
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise ConfigError(
+                        f"another process is training into {self.path}. Wait for its end, or write another --out."
+                    ) from None
+            yield
+        finally:
+            os.close(handle)
 
 
 def demo_config(out: Path, *, amp: bool) -> TrainConfig:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,7 +18,7 @@ from .. import Policy, keep_memory, prepare
 from ..errors import CheckpointError, ConfigError, check_given, listed
 from ..extras import check_installed
 from .checkpoint import check_same_run, check_whole, load_checkpoint, reading, write_json, writing
-from .config import TrainConfig
+from .config import RunFolder, TrainConfig
 from .data import Corpus, load_corpus
 from .dist_context import DistContext, join
 from .evaluate import Encoded, evaluate, report
@@ -32,9 +34,70 @@ from .model import (
     train_tokenizer,
 )
 from .text_files import Row
-from .train_result import RunFolder, TrainResult, peak_memory_bytes
 from .train_step import Updater
 from .trainer import Trainer, updates_per_epoch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainResult:
+    """What a training run came to.
+
+    Attributes:
+        accuracy: of the best model on the test rows.
+        dev_accuracy: of the best model on the dev rows; None without evaluation.
+        best_step: update after which the best model was saved.
+        seconds: of training with its evaluations, over all resumes.
+        peak_memory_bytes: most memory held by this rank: allocated on CUDA, the process's resident set elsewhere.
+        final_loss: mean training loss of the last epoch.
+        applied_steps: updates that changed the weights.
+        skipped_steps: updates left out because gradients held inf or NaN.
+        policy: the text of the policy of the last update, with what "auto" became on the device.
+        device: where it ran, or the first rank did.
+        ranks: how many processes shared the work.
+        rows: rows in train, dev and test, and dropped by cleaning.
+        comm: what this rank handed to gradient all-reduces: how many by dtype, and bytes; empty on one rank.
+        report: precision, recall, F1 and support by class, on the test rows.
+        report_text: the same as a table.
+    """
+
+    accuracy: float
+    dev_accuracy: float | None
+    best_step: int
+    seconds: float
+    peak_memory_bytes: int
+    final_loss: float
+    applied_steps: int
+    skipped_steps: int
+    policy: str
+    device: str
+    ranks: int
+    rows: dict[str, int]
+    comm: dict[str, Any]
+    report: dict[str, Any]
+    report_text: str
+    out: Path
+
+    @property
+    def folder(self) -> RunFolder:
+        """The files of the run."""
+        return RunFolder(path=self.out)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON has them."""
+        return {**asdict(self), "out": str(self.out)}
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory held so far: allocated on CUDA, this process's resident set elsewhere. Syncs: no."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    status = Path("/proc/self/status")
+    if status.exists():  # unlike ru_maxrss, not inherited from the process that started this one
+        lines = status.read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _check_folder(config: TrainConfig, folder: RunFolder) -> None:
@@ -107,7 +170,7 @@ def _tokenizer(config: TrainConfig, corpus: Corpus, state: dict[str, Any] | None
     if config.model is not None:
         return load_tokenizer(config.model)
     if state is not None:
-        with reading(config.out / "checkpoint.pt"):
+        with reading(RunFolder(path=config.out).checkpoint):
             return restore_tokenizer(state["tokenizer"], config.max_length)
     return train_tokenizer([row.text for row in corpus.train], config.vocab_size, config.max_length)
 

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, check_given, first_line, is_out_of_memory
 from ..formats import memory_bytes
-from .config import TrainConfig
-from .train_result import RunFolder
+from .config import RunFolder, TrainConfig
 
 POSITION_SIZE = 0.03
 """Of the sinusoids, beside word vectors of standard deviation 0.02."""

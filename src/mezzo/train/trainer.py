@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .checkpoint import save_checkpoint, save_model
-from .config import TrainConfig
+from .config import RunFolder, TrainConfig
 from .evaluate import Encoded, epoch_batches, evaluate, hide_tokens, logits_of, micro_batches, seed_dropout
 from .metrics import MetricsLog, NoLog, Progress, tracking
-from .train_result import RunFolder
 from .train_step import Average, Updater
 
 
