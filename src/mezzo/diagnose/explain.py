@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -174,21 +174,13 @@ class Explanation(Report):
 
 @dataclass(slots=True, kw_only=True)
 class Counts:
-    """What one module ran itself, as it is counted; `ModuleRow` says what."""
+    """What one module ran itself, as it is counted; `ModuleRow` says what. Casts are counted by its names for them."""
 
     ops: Counter[str] = field(default_factory=Counter)
     flops: Counter[str] = field(default_factory=Counter)
-    weight_casts: int = 0
-    up_casts: int = 0
-    down_casts: int = 0
-    grad_casts: int = 0
+    casts: Counter[str] = field(default_factory=lambda: Counter(weight_casts=0, up_casts=0, down_casts=0, grad_casts=0))
     cast_bytes: int = 0
     unaligned: Counter[tuple[int, ...]] = field(default_factory=Counter)
-
-    @property
-    def ping_pong(self) -> int:
-        """Round trips: a cast up and a cast down of activations."""
-        return min(self.up_casts, self.down_casts)
 
 
 class OpCounter(OpMode):  # type: ignore[no-untyped-call]  # torch's own
@@ -221,13 +213,12 @@ class OpCounter(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             return
         counts.cast_bytes += sum(t.nbytes for _, t in floating((source, result)))
         if site.phase == "backward":
-            counts.grad_casts += 1
+            kind = "grad_casts"
         elif source.layout is torch.strided and storage_id(source) in self._weights:
-            counts.weight_casts += 1
-        elif result.dtype in LOW_DTYPES:
-            counts.down_casts += 1
+            kind = "weight_casts"
         else:
-            counts.up_casts += 1
+            kind = "down_casts" if result.dtype in LOW_DTYPES else "up_casts"
+        counts.casts[kind] += 1
 
     @staticmethod
     def _product(counts: Counts, op: str, args: tuple[Any, ...], flops: int) -> None:
@@ -252,9 +243,11 @@ def _sizes(op: str, operands: list[Tensor]) -> tuple[int, ...]:
 
 
 def _row(name: str, cls: str, c: Counts) -> ModuleRow:
-    counts = {f.name: getattr(c, f.name) for f in fields(c)}
-    data: dict[str, Any] = {key: tuple(sorted(n.items())) if isinstance(n, Counter) else n for key, n in counts.items()}
-    return ModuleRow(module=name, cls=cls, ping_pong=c.ping_pong, **data)
+    return ModuleRow(
+        module=name, cls=cls, ops=tuple(sorted(c.ops.items())), flops=tuple(sorted(c.flops.items())),
+        unaligned=tuple(sorted(c.unaligned.items())), cast_bytes=c.cast_bytes,
+        ping_pong=min(c.casts["up_casts"], c.casts["down_casts"]), **c.casts,
+    )  # fmt: skip
 
 
 def _seconds(run: Callable[[], None], device: torch.device, budget_s: float) -> float:
