@@ -52,8 +52,8 @@ def _op_error(key: OpKey, tally: Tally, flops: int) -> OpError:
     )  # fmt: skip
 
 
-class _OpenKernels(TorchFunctionMode):
-    """Takes recurrent nets apart: their fused kernels hand state to backward that only they can read."""
+class _UnfusedRecurrent(TorchFunctionMode):
+    """Runs recurrent nets by plain ops: their fused kernels hand state to backward that only they can read."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -66,7 +66,7 @@ class _OpenKernels(TorchFunctionMode):
 
 
 @contextmanager
-def _open_kernels(model: nn.Module) -> Iterator[None]:
+def _comparable_kernels(model: nn.Module) -> Iterator[None]:
     """Run compiled models eagerly, and fused ops by kernels that fp32 has too."""
     with ExitStack() as contexts:
         contexts.enter_context(warnings.catch_warnings())
@@ -76,7 +76,7 @@ def _open_kernels(model: nn.Module) -> Iterator[None]:
             from torch.nn.attention import SDPBackend, sdpa_kernel
 
             contexts.enter_context(sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]))
-        contexts.enter_context(_OpenKernels())
+        contexts.enter_context(_UnfusedRecurrent())
         yield
 
 
@@ -113,7 +113,7 @@ def measure(model: nn.Module, batch: Any, loss_fn: LossFn | None, policy: Policy
         for stored, true in zip(bound.parameters(), model.parameters(), strict=True):
             if stored.dtype != true.dtype:
                 mode.fp32.put(stored, Maker(), stored.detach(), true.detach())  # rounded before the run
-        with _open_kernels(model), mode.watching():
+        with _comparable_kernels(model), mode.watching():
             loss = loss_of(bound, batch, loss_fn)
             backward(loss.float(), scale)
         grads = _grads(bound)
@@ -146,7 +146,7 @@ def _usable_scale(model: nn.Module, batch: Any, loss_fn: LossFn | None, policy: 
     """Return the loss scale at which a scaler would settle: halved until the gradients are finite."""
     start = scale = scale_of(policy, model)
     while scale >= 1:
-        with bind_copy(model, policy) as bound, _open_kernels(model):
+        with bind_copy(model, policy) as bound, _comparable_kernels(model):
             loss = loss_of(bound, batch, loss_fn)
             backward(loss.float(), scale)
             if not math.isfinite(loss.detach()) or all(bool(g.isfinite().all()) for _, g in _grads(bound)):

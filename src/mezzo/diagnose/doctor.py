@@ -37,7 +37,7 @@ from .lint import lint
 from .trial import LossFn, device_of, why_not_called
 
 
-class _Enough(BaseException):
+class _ScriptStop(BaseException):
     """Ends the script: what was to be learned is learned. Not an Exception, so that the script does not catch it."""
 
 
@@ -105,11 +105,11 @@ def trace_script(
 
     def on_reached(trace: Trace) -> None:
         if stop_at_fault and trace.is_running and trace.report.faults:
-            trace.stop(_Enough("at the first fault"))
+            trace.stop(_ScriptStop("at the first fault"))
 
     def on_root(step: int) -> None:
         if steps is not None and step >= steps:
-            trace.stop(_Enough(f"after {steps} {plural('step', steps)}"))
+            trace.stop(_ScriptStop(f"after {steps} {plural('step', steps)}"))
 
     trace = Trace(None, on_reached=on_reached, on_root=on_root)
     children: list[TraceReport] = []
@@ -137,8 +137,8 @@ def _end_of(run: Callable[[], None]) -> tuple[BaseException | None, str]:
     """Run a script, and return the error that ended it by itself, and why somebody else did."""
     try:
         run()
-    except _Enough as enough:
-        return None, str(enough)
+    except _ScriptStop as stop:
+        return None, str(stop)
     except KeyboardInterrupt:
         return None, "by the keyboard"
     except SystemExit as end:
@@ -208,7 +208,7 @@ def _write(trace: Trace) -> None:
 def _on_reached(trace: Trace) -> None:
     if get_worker_info() is None and trace.is_running and os.environ[_STOPS] == "1" and trace.report.faults:
         _write(trace)
-        trace.stop(_Enough("at the first fault"))
+        trace.stop(_ScriptStop("at the first fault"))
 
 
 def start() -> None:
@@ -350,7 +350,7 @@ class CheckUp(Report):
         return Document(title=f"mezzo doctor of {self.subject}", verdict=verdict, is_good=not bad, blocks=tuple(blocks))
 
 
-def _looked_under(device: torch.device, asked: Policy, *, is_given: bool) -> tuple[Policy, str]:
+def _policy_to_check(device: torch.device, asked: Policy, *, is_given: bool) -> tuple[Policy, str]:
     """Return a policy that casts something, and why it is not the one that would be taken. Raises: ConfigError: the one asked for casts nothing."""
     if (chosen := asked.resolve(device)).is_low:
         return chosen, ""
@@ -377,7 +377,7 @@ def check_up(name: str, policy: PolicyLike | None = None, *, budget_s: float = 0
     """
     asked = as_policy("auto" if policy is None else policy)
     model, batch, loss_fn = _subject(name)
-    chosen, note = _looked_under(device_of(model), asked, is_given=policy is not None)
+    chosen, note = _policy_to_check(device_of(model), asked, is_given=policy is not None)
     reports: tuple[Report, ...] = (
         lint(model, batch, loss_fn, chosen),
         explain(model, batch, chosen, loss_fn=loss_fn, budget_s=budget_s),

@@ -26,7 +26,7 @@ from ..step.prepare import optimizers_of
 from .trial import LossFn, bind_copy, check_trial, copied, device_of, loss_of
 
 Kind = Literal["weights", "buffers", "gradients", "optimizer state", "weight casts", "activations"]
-_Tally = dict[Kind, Counter[torch.dtype]]
+_Bytes = dict[Kind, Counter[torch.dtype]]
 _PROBE = 1024
 
 
@@ -212,7 +212,7 @@ def memory(
     _check_fit(model, optimizers, chosen)
     outline = _outline(model, chosen, bool(optimizers))
     stored = dict(zip(model.parameters(), outline.parameters(), strict=True))
-    tally: _Tally = defaultdict(Counter)
+    tally: _Bytes = defaultdict(Counter)
     for p in outline.parameters():
         tally["weights"][p.dtype] += p.numel() * p.itemsize
     for b in outline.buffers():
@@ -252,7 +252,7 @@ def _check_fit(model: nn.Module, optimizers: Sequence[Optimizer], policy: Policy
 
 
 def _count_optimizer(
-    tally: _Tally, optimizer: Optimizer, stored: dict[nn.Parameter, nn.Parameter], policy: Policy
+    tally: _Bytes, optimizer: Optimizer, stored: dict[nn.Parameter, nn.Parameter], policy: Policy
 ) -> None:
     learned: dict[tuple[int, torch.dtype], Counter[torch.dtype]] = {}
     for i, group in enumerate(optimizer.param_groups):

@@ -28,7 +28,7 @@ class Candidate:
     """An edit that might pay.
 
     Attributes:
-        covers: places of the ops it takes to fp32 in `StepFidelity.ops`.
+        covers: indices in `StepFidelity.ops` of the ops it takes to fp32.
         local_share: the local error it is meant against.
         flops: 16-bit floating-point operations that it takes to fp32.
     """
@@ -141,11 +141,6 @@ def proposal(edit: str, before: StepFidelity, after: StepFidelity) -> Proposal:
     )
 
 
-def is_worth_it(found: Proposal) -> bool:
-    """Whether an edit gains more than chance."""
-    return found.gain >= WORTH_DB
-
-
 def ranked(found: Iterable[Proposal]) -> list[Proposal]:
     """Return proposals by what they gain for what they cost, the best first."""
     return sorted(found, key=lambda p: (DB_FOR_ALL_WORK * p.cost - p.gain, p.cost))
@@ -161,10 +156,10 @@ def try_edits(
     """
     chosen = candidates(found, tries)
     results = [proposal(candidate.edit, found, again(candidate.edit)) for candidate in chosen]
-    worthy = [pair for pair in zip(chosen, results, strict=True) if is_worth_it(pair[1])]
+    worthy = [pair for pair in zip(chosen, results, strict=True) if pair[1].gain >= WORTH_DB]
     paying = [result for _, result in worthy]
     union = together(worthy, found)
-    if union is not None and is_worth_it(result := proposal(union.edit, found, again(union.edit))):
+    if union is not None and (result := proposal(union.edit, found, again(union.edit))).gain >= WORTH_DB:
         paying.append(result)
     if tries and found.figure == -math.inf and not paying:
         paying += _of_overflows(found, again, tries)

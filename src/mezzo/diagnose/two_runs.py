@@ -40,7 +40,7 @@ def _callable(run: Runnable, name: str) -> Any:
 
 
 @contextmanager
-def _undisturbed(run: Any) -> Iterator[None]:
+def _preserved(run: Any) -> Iterator[None]:
     """Give back random state and, of a model, its buffers and gradients."""
     grad = torch.is_grad_enabled()
     with preserve_state(run) if isinstance(run, nn.Module) else random_state.kept(), torch.set_grad_enabled(grad):
@@ -89,7 +89,7 @@ def _names(a: Any, b: Any, loss_fn: LossFn | None, count: int) -> list[str]:
 def _observe(run: Any, batch: Any, loss_fn: LossFn | None, other: dict[str, Tensor]) -> Run:
     """Run something once, op by op, compiled models too; `other` are the leaves of the run it is held against. Syncs: at every op."""
     mode = ObservingMode(run if isinstance(run, nn.Module) else None, other)
-    with _undisturbed(run):
+    with _preserved(run):
         step = _compared(run, batch, loss_fn)
         with mode.watching():
             output = step()
@@ -106,7 +106,7 @@ def _check_shapes(a: Run, b: Run) -> None:
 
 
 def _first_off(observed: Run, output: list[Tensor], is_step: bool) -> tuple[int, float, float] | None:
-    """Return the first compared tensor that compiling moved by more than rounding: its place, its error, what rounding explains."""
+    """Return the first compared tensor that compiling moved by more than rounding: its index, its error, what rounding explains."""
     forward = [op.total for op in observed.ops if op.site.phase == "forward"]
     for i, (eager, compiled) in enumerate(zip(observed.outputs, output, strict=True)):
         maker = observed.makers[i]
@@ -132,29 +132,29 @@ class CompiledNode:
     bound: float
 
 
-def _module(node: Node) -> str:
+def _module_of(node: Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     path = [*stack.values()][-1][0] if stack else ""
     below = re.sub(r"^L\['\w+'\]\.?(_orig_mod\.?)?", "", path).replace("._modules", "")
     return below.replace("['", ".").replace("']", "").strip(".")
 
 
-def _frame(node: Node) -> Frame | None:
+def _line_of(node: Node) -> Frame | None:
     found = _LINE.findall(node.meta.get("stack_trace") or "")
     return Frame(file=found[-1][0], line=int(found[-1][1]), function=found[-1][2]) if found else None
 
 
-def _name(node: Node) -> str:
+def _op_of(node: Node) -> str:
     target = node.target
     return (target if isinstance(target, str) else getattr(target, "__name__", str(target))).strip("_")
 
 
-def _is_shown(node: Node) -> bool:
+def _is_compared(node: Node) -> bool:
     value = node.meta.get("example_value")
     return node.op.startswith("call_") and isinstance(value, Tensor) and value.is_floating_point()
 
 
-def _near(tensor: Any, eps: float, generator: torch.Generator) -> Any:
+def _jittered(tensor: Any, eps: float, generator: torch.Generator) -> Any:
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         return tensor
     return jittered(tensor, eps, generator).to(tensor.dtype)
@@ -178,7 +178,7 @@ class _EagerCheck(torch.fx.Interpreter):
         eps = torch.finfo(eager.dtype).eps
         local = relative_error(got, eager)
         bound = 8 * eps if local <= 8 * eps else self._bound(n, eager, eps)
-        self.found.append(CompiledNode(_name(n), _module(n), _frame(n), local, bound))
+        self.found.append(CompiledNode(_op_of(n), _module_of(n), _line_of(n), local, bound))
         return got
 
     def _bound(self, node: Node, eager: Tensor, eps: float) -> float:
@@ -187,7 +187,7 @@ class _EagerCheck(torch.fx.Interpreter):
         run: Callable[..., Any] = getattr(self, node.op)
         if not torch.equal(run(node.target, args, kwargs).nan_to_num(), eager.nan_to_num()):
             return math.inf
-        args, kwargs = tree_map(lambda v: _near(v, eps, self._generator), (args, kwargs))
+        args, kwargs = tree_map(lambda v: _jittered(v, eps, self._generator), (args, kwargs))
         return ROUNDINGS * (eps + relative_error(run(node.target, args, kwargs), eager))
 
 
@@ -197,7 +197,7 @@ def wrong_nodes(model: nn.Module, run: Callable[[nn.Module], object]) -> list[Co
     found: list[CompiledNode] = []
 
     def probing(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        shown = [node for node in graph.graph.nodes if _is_shown(node)]
+        shown = [node for node in graph.graph.nodes if _is_compared(node)]
         eager = GraphModule(graph, graph.graph)
         wide = torch.fx.Graph()
         copies: dict[Node, Node] = {}
@@ -227,7 +227,7 @@ def _of_compiled(
     off = _first_off(observed, output, loss_fn is not None)
     if off is None:
         return None
-    with _undisturbed(run):
+    with _preserved(run):
         found = wrong_nodes(run, lambda model: call(model, batch) if loss_fn is None else loss_fn(model, batch))
     index, error, bound = off
     if found:
@@ -308,18 +308,17 @@ def mismatch(a: Runnable, b: Runnable, batch: Any, loss_fn: LossFn | None = None
         outputs = [list(ours.outputs), list(theirs.outputs)]
         for i, (run, observed, side) in enumerate(((one, ours, "a"), (two, theirs, "b"))):
             if is_compiled(run):
-                with _undisturbed(run):
+                with _preserved(run):
                     outputs[i] = [v.detach() for _, v in floating(_compared(run, batch, loss_fn)())]
                 finding = finding or _of_compiled(run, batch, loss_fn, observed, outputs[i], names, side)
     inexact = [op for op in (*ours.ops, *theirs.ops) if finding is None and op.local > 0]
     worst = max(inexact, key=lambda op: op.local, default=None)
-    shared = [key for key in ours.modules if key in theirs.modules]
-    pairs = [(key, ours.modules[key], theirs.modules[key]) for key in shared]
+    both = [(key[0], x, theirs.modules.get(key)) for key, x in ours.modules.items()]
     return MismatchReport(
         finding=finding,
         outputs=tuple(_gap(name, x, y) for name, x, y in zip(names, *outputs, strict=True)),
         worst=place_of(worst),
         worst_error=0.0 if worst is None else worst.local,
-        growth=tuple((name, relative_error(y, x)) for (name, _), x, y in pairs if x.shape == y.shape),
+        growth=tuple((name, relative_error(y, x)) for name, x, y in both if y is not None and x.shape == y.shape),
         ops=(len(ours.ops), len(theirs.ops)),
     )
