@@ -31,14 +31,12 @@ def backward(
     for name, tensor in named.items():
         check_read("attention", name, tensor, key.shape if name in ("key", "value") else query.shape, torch.bfloat16)
     check_read("attention", "log-sum-exp", logsumexp, query.shape[:3], torch.float32)
-    rows = [one if one.stride(-1) == 1 else one.contiguous() for one in named.values()]
+    read = [one if one.stride(-1) == 1 else one.contiguous() for one in named.values()]
     turned = [one.transpose(1, 2) for one in (query, key, value)]
-    grads = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in turned]
-    rows += [one.transpose(1, 2) for one in grads]
-    added = mask
-    if (
-        mask is not None
-    ):  # in fp32 as the kernel reads it: [batch, head, key, query], the queries side by side or all one
+    grads = [torch.empty_like(one, memory_format=torch.contiguous_format).transpose(1, 2) for one in turned]
+    rows, added = [*read, *grads], mask
+    if mask is not None:
+        # in fp32 as the kernel reads it: [batch, head, key, query], the queries side by side or all one
         by_key = mask.float().reshape((1,) * (4 - mask.dim()) + mask.shape).transpose(-1, -2)
         added = by_key.contiguous().expand((batch, heads, keys, queries))
     strides = [stride for one in rows for stride in one.stride()[:3]] + list(logsumexp.stride())
@@ -51,7 +49,7 @@ def backward(
         int64s(strides + ([0] * 4 if added is None else list(added.stride()))), sizes, scale, is_causal, products() == 2,
         workspace, threads,
     )  # fmt: skip
-    return rows[5], rows[6], rows[7]
+    return grads[0], grads[1], grads[2]
 
 
 @functools.cache
