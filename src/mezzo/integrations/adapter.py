@@ -113,7 +113,7 @@ class Adapter:
             self._release()
         for model in models:
             if model not in _owners and (not optimizers or model is not trained[0]):
-                prepare(model, None, _alone(model, self.policy))
+                prepare(model, None, _policy_before_training(model, self.policy))
         self._models = list(known)
         if optimizers:
             if trained[0] in _owners:
@@ -121,7 +121,7 @@ class Adapter:
             count = sum(len(parameters(o)) for o in optimizers)
             # Each optimizer is stepped by a call of its own, also after one backward for all.
             is_apart = len(stepped) == count
-            with self._in_its_words():
+            with self._reworded():
                 self._stepper = prepare(
                     trained[0], optimizers, self.policy, skip="independent" if is_apart else "together"
                 )
@@ -166,14 +166,14 @@ class Adapter:
                 self.show_clipped()
             self._clips.clear()
         self._shown.close()
-        with self._in_its_words():
+        with self._reworded():
             self.stepper.backward(loss, **kwargs)
         self.is_pending = True
 
     def show(self) -> None:
         """Have `.grad` hold true gradients until the next backward or step, to look at or to edit. Syncs: no."""
         self._shown.close()
-        with self._in_its_words():
+        with self._reworded():
             self._shown.enter_context(self.stepper.unscaled_grads())
         self._shown.callback(setattr, self, "_is_shown", False)
         self._is_shown = True
@@ -225,7 +225,7 @@ class Adapter:
         if owner is None:
             self.show_clipped()
             return (torch.nn.utils.clip_grad_norm_ if norm_type == 2 else clip_now)(params, max_norm, norm_type)
-        with self._in_its_words():
+        with self._reworded():
             norm = self.stepper.grad_norm(owner)
         if max_norm < float("inf"):
             self.clip(owner, max_norm=max_norm)
@@ -248,12 +248,12 @@ class Adapter:
         clip = self._clips.pop(id(optimizer), {})
         one = optimizer if len(self.stepper.optimizers) > 1 else None
         self.is_pending = False
-        with self._in_its_words():
+        with self._reworded():
             self.result = self.stepper.step(closure, optimizer=one, **clip)
         return self.result
 
     @contextmanager
-    def _in_its_words(self) -> Iterator[None]:
+    def _reworded(self) -> Iterator[None]:
         """Have errors and log lines name the framework's calls, whose user has no stepper at hand."""
         _log.addFilter(self._reword)
         try:
@@ -308,8 +308,8 @@ def _check_bound(name: str, bound: object) -> None:
         raise StepError(f"clipping to {name}={describe(bound)}: {NO_BOUND}.")
 
 
-def _alone(model: nn.Module, policy: PolicyLike) -> Policy:
-    """Return the policy of a model without optimizer: one may come, whose masters must know weights that were never rounded."""
+def _policy_before_training(model: nn.Module, policy: PolicyLike) -> Policy:
+    """Return the policy of a model without optimizer, under which weights stay fp32: masters of an optimizer that comes later start from them."""
     chosen = as_policy(policy)
     is_kept = chosen.params in LOW_DTYPES and any(p.requires_grad for p in model.parameters())
     return chosen.replace(params=torch.float32, master="none") if is_kept else chosen

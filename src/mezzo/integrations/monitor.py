@@ -7,7 +7,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ def _spaced(tensor: Tensor) -> Tensor:
     return spaced(local(tensor.detach()), _WIDTH).clone()
 
 
-class Monitor:
+class Monitor(AbstractContextManager["Monitor"]):
     """Writes what a stepper did to trackers, until it is closed; made by `mezzo.monitor`.
 
     `own` ends the writers that are this monitor's own. Writes: the observers of the stepper.
@@ -110,9 +110,6 @@ class Monitor:
     def close(self) -> None:
         """Stop, and end what this monitor opened."""
         self._own.close()
-
-    def __enter__(self) -> Monitor:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
