@@ -118,9 +118,8 @@ def rerun(call: Call, given: Given | None = None) -> list[Tensor]:
     with torch.no_grad(), without_autocast(), random_state.kept() if facts.draws else nullcontext():
         out = call.func(*args, **kwargs)
     found = results(facts, args, kwargs, out)
-    return (
-        [torch.full_like(t, math.nan) for t in found] if facts.name in FACTORIZATIONS and bool(out[-1].any()) else found
-    )
+    has_failed = facts.name in FACTORIZATIONS and bool(out[-1].any())
+    return [torch.full_like(t, math.nan) for t in found] if has_failed else found
 
 
 def _clone(value: Any) -> Any:
@@ -181,10 +180,10 @@ def wide_results(call: Call, narrow: torch.dtype, given: Given | None = None) ->
         out = rerun_wide(call, dtype, given)
         if out is None:
             continue
-        finite = all(is_finite(t) for t in out)
+        whole = all(is_finite(t) for t in out)
         tops = [amax(t.nan_to_num(0.0, 0.0, 0.0)) for t in out]
-        tried.append(Wide(dtype=dtype_name(dtype), is_finite=finite, amax=max(tops, default=0.0), has_nan=any_nan(out)))
-        if finite:
+        tried.append(Wide(dtype=dtype_name(dtype), is_finite=whole, amax=max(tops, default=0.0), has_nan=any_nan(out)))
+        if whole:
             break
     return tuple(tried)
 
