@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -142,6 +143,19 @@ def test_skips_are_logged_with_their_cause(caplog: pytest.LogCaptureFixture) -> 
     assert all(s.reason == "gradients" and s.names for s in skipped)
     assert [s.scale for s in skipped] == [33554432 / 2**i for i in range(len(skipped))]
     assert "Skipped steps" in str(w.report)
+
+
+def test_a_skipped_step_is_not_counted_even_where_results_are_read_right_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys.modules["mezzo.diagnose.watch"], "_KEPT_RESULTS", 4)
+    model, amp = make("fp16")
+    with diagnose.watch(amp, every=1) as w:
+        train(model, amp, 3)
+        amp.zero_grad()
+        amp.backward(model(torch.full((6, 8), torch.inf)).sum())
+        assert not amp.step().applied
+    assert (w.report.sampled, w.report.skipped) == (3, 1)
 
 
 def test_the_losses_are_those_of_each_step() -> None:
