@@ -26,8 +26,8 @@ from ..errors import BenchError, MezzoError, first_line
 from ..formats import dtype_name
 from ..train import peak_memory_bytes
 from .roofline import measure_peak_rates, synchronize
-from .variant import find_variant
-from .workload import PEAK_RATES, Plan, Point, Session, Workload, find_workload
+from .variant import Variant, find_variant
+from .workload import PEAK_RATES, Plan, Session, Setting, Workload, find_workload
 
 RESET = Path("/proc/self/clear_refs")
 
@@ -89,6 +89,29 @@ def seconds_of_rounds(session: Session, device: torch.device) -> Iterator[tuple[
         yield session.own_seconds() if session.own_seconds else seconds, loss.item()
 
 
+class _BuiltPoint:
+    """A variant at one point of a workload, built in memory, and warmed up by its first sample."""
+
+    def __init__(self, workload: Workload, variant: Variant, setting: Setting) -> None:
+        workload.load()
+        self._memory = PeakMemory(setting.device)
+        self._session = workload.build(variant, setting)
+        self._rounds = seconds_of_rounds(self._session, setting.device)
+        self.is_resident = workload.is_resident(setting.device)
+
+    def sample(self) -> dict[str, Any]:
+        """Time one round, and return what there is to tell of it. Syncs: yes."""
+        seconds, loss = next(self._rounds)
+        return {
+            "seconds": seconds,
+            "loss": loss,
+            "units": self._session.units,
+            "peak_bytes": self._memory.peak_bytes(),
+            "data_bytes": self._session.data_bytes,
+            "measures": self._session.measures(),
+        }
+
+
 class VariantWorker:
     """Times one variant of a workload, point by point; holds one point in memory at a time.
 
@@ -98,8 +121,8 @@ class VariantWorker:
     def __init__(self, plan: Plan, workload: Workload, variant: str) -> None:
         self._setting = plan.setting
         self._variant = find_variant(variant, self._setting.device)
-        self._points: dict[str, Point] = {point.label: point for point in workload.points()}
-        self._drop()
+        self._workloads = {point.label: point.workload for point in workload.points()}
+        self._built: dict[str, _BuiltPoint] = {}  # one at the most, by its label
         for module in (*workload.imports, *self._variant.imports):
             try:
                 import_module(module)
@@ -108,40 +131,18 @@ class VariantWorker:
         load_code(self._setting.device, self._setting.dtype)
 
     def _drop(self) -> None:
-        self._label = ""
-        self._session: Session | None = None
-        self._rounds: Iterator[tuple[float, float]] = iter(())
+        self._built.clear()
         _return_freed_memory()
         if self._setting.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _build(self, label: str) -> None:
-        self._drop()
-        workload = self._points[label].workload
-        workload.load()
-        self._memory = PeakMemory(self._setting.device)
-        self._session = workload.build(self._variant, self._setting)
-        self._is_resident = workload.is_resident(self._setting.device)
-        self._rounds = seconds_of_rounds(self._session, self._setting.device)
-        self._label = label
-
     def sample(self, label: str) -> dict[str, Any]:
         """Return one sample of a point, built and warmed up on first use. Syncs: yes."""
-        if label != self._label:
-            self._build(label)
-        session = self._session
-        assert session is not None
-        seconds, loss = next(self._rounds)
-        answer = {
-            "seconds": seconds,
-            "loss": loss,
-            "units": session.units,
-            "peak_bytes": self._memory.peak_bytes(),
-            "data_bytes": session.data_bytes,
-            "measures": session.measures(),
-        }
-        if not self._is_resident:
-            del session
+        if label not in self._built:
+            self._drop()
+            self._built[label] = _BuiltPoint(self._workloads[label], self._variant, self._setting)
+        answer = self._built[label].sample()
+        if not self._built[label].is_resident:
             self._drop()
         return answer
 
