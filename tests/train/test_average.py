@@ -9,10 +9,10 @@ from tests.train.test_train_step import UPDATES, config, loss_of, model
 from torch import Tensor
 
 from mezzo import Policy
-from mezzo.train.dist_context import alone
+from mezzo.train.dist_context import one_rank
 from mezzo.train.train_step import Average, Updater
 
-ALONE = alone(torch.device("cpu"))
+ALONE = one_rank(torch.device("cpu"))
 DECAY = 0.6
 POISONED = 4
 
@@ -57,7 +57,7 @@ def test_the_model_holds_it_inside_the_block_and_its_own_bits_after(policy: str)
     step(updater, 0)
     net = updater.amp.model
     before = copy.deepcopy(updater.state_dict())
-    with pytest.raises(KeyError), average.shown():
+    with pytest.raises(KeyError), average.swapped_in():
         inside = {name: p.detach().clone() for name, p in net.named_parameters()}
         raise KeyError
     for name, tensor in average.weights().items():

@@ -11,12 +11,12 @@ from tests.train.small import tiny
 from tests.train.test_tokens import texts
 
 from mezzo import prepare
-from mezzo.train.dist_context import alone
+from mezzo.train.dist_context import one_rank
 from mezzo.train.evaluate import Encoded, evaluate, report
 from mezzo.train.model import build_model, encode, train_tokenizer
 
 CPU = torch.device("cpu")
-ALONE = alone(CPU)
+ALONE = one_rank(CPU)
 
 
 def rows_and_model() -> tuple[Encoded, torch.nn.Module]:

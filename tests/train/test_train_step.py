@@ -18,12 +18,12 @@ from mezzo import Policy
 from mezzo.errors import LossScaleExhausted, NonFiniteStep
 from mezzo.train import TrainConfig
 from mezzo.train.config import SCHEDULES
-from mezzo.train.dist_context import alone
+from mezzo.train.dist_context import one_rank
 from mezzo.train.model import build_model, parameter_groups, train_tokenizer
 from mezzo.train.train_step import Updater
 
 UPDATES = 8
-ALONE = alone(torch.device("cpu"))
+ALONE = one_rank(torch.device("cpu"))
 POISONED = 3
 LR = 1e-3
 NEVER_CLIPS = 1e6

@@ -83,8 +83,8 @@ def maybe_no_sync(model: nn.Module, is_more_to_come: bool) -> AbstractContextMan
     return nullcontext()
 
 
-def alone(device: torch.device) -> DistContext:
-    """Return the world of one rank."""
+def one_rank(device: torch.device) -> DistContext:
+    """Return the context of a run of one rank, with what a launcher says of its job."""
     elastic = os.environ.get("TORCHELASTIC_RUN_ID")
     # All attempts of a job have one agent as their parent.
     launch = "" if elastic is None else f"{elastic} {socket.gethostname()} {os.getppid()}"
@@ -95,7 +95,7 @@ def _restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def _meet() -> None:
+def _init_from_environment() -> None:
     """Initialise torch.distributed as torchrun's environment says."""
     from torch.distributed.rendezvous import rendezvous
 
@@ -124,14 +124,14 @@ def join(device: str) -> Iterator[DistContext]:
     """
     is_ours = not is_running() and int(os.environ.get("WORLD_SIZE", "1")) > 1
     if not is_ours and not is_running():
-        yield alone(choose_device(device))
+        yield one_rank(choose_device(device))
         return
     if is_ours:
-        _meet()
+        _init_from_environment()
     group, key, is_done = Group(), f"mezzo/failed/{_restarts()}/{next(_joined)}", False
     try:
-        with _hushed(dist.get_rank() > 0), group.watching():
-            mine = alone(_of_this_rank(choose_device(device)))
+        with _errors_only(dist.get_rank() > 0), group.watching():
+            mine = one_rank(_of_this_rank(choose_device(device)))
             yield replace(mine, rank=dist.get_rank(), group=group)
         is_done = True
     except MezzoError as error:
@@ -172,10 +172,10 @@ def _of_this_rank(device: torch.device) -> torch.device:
 
 
 @contextmanager
-def _hushed(is_hushed: bool) -> Iterator[None]:
+def _errors_only(is_on: bool) -> Iterator[None]:
     logger = logging.getLogger("mezzo")
     before = logger.level
-    if is_hushed:
+    if is_on:
         logger.setLevel(logging.ERROR)
     try:
         yield
@@ -184,7 +184,7 @@ def _hushed(is_hushed: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _surroundings(nproc: int) -> Iterator[None]:
+def _launch_environment(nproc: int) -> Iterator[None]:
     """Share the machine's threads among ranks that do not say how many they want, and keep the agent from talking."""
     before = os.environ.get("OMP_NUM_THREADS")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -222,7 +222,7 @@ def launch(command: Sequence[str], *, nproc: int, max_restarts: int) -> int:
         min_nodes=1, max_nodes=1, nproc_per_node=nproc, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
         rdzv_endpoint="localhost:0", max_restarts=max_restarts, logs_specs=DefaultLogsSpecs(),
     )  # fmt: skip
-    with _surroundings(nproc):
+    with _launch_environment(nproc):
         try:
             elastic_launch(config, sys.executable)("-m", "mezzo", *command)
         except ChildFailedError as error:

@@ -156,7 +156,7 @@ class Average:
         self._move([self._averages[p] for p in masters], list(masters.values()), None)
 
     @contextmanager
-    def shown(self) -> Iterator[None]:
+    def swapped_in(self) -> Iterator[None]:
         """Have the model hold the average inside the block, in the dtypes of its weights.
 
         Writes: weights, and sets them back bit for bit. Syncs: no.

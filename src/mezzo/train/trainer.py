@@ -160,7 +160,7 @@ class Trainer:
 
     def _evaluate(self, progress: Progress) -> None:
         size = self._config.batch_size
-        with nullcontext() if self._average is None else self._average.shown():
+        with nullcontext() if self._average is None else self._average.swapped_in():
             found = evaluate(self._model, self._dev, batch_size=size, world=self.world)
         at = self.position
         at.seconds = time.perf_counter() - self._started
