@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,16 @@ def test_records_reach_the_file_at_a_flush(tmp_path: Path) -> None:
     log.flush()
     log.flush()
     assert [json.loads(line) for line in path.read_text("utf-8").splitlines()] == [update(1), update(2, label="好")]
+
+
+def test_numbers_that_json_does_not_have_are_null(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, 0)
+    log.add(**update(1, loss=math.inf, applied=False))
+    log.add(kind="evaluation", step=1, loss=math.nan, accuracy=0.5)
+    log.flush()
+    assert "NaN" not in path.read_text() and [r["loss"] for r in read_metrics(path)] == [None, None]
+    save_curves(path, tmp_path / "curves.png")
 
 
 def test_a_resumed_run_takes_out_what_it_does_again(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, NamedTuple, TextIO, cast
 
 from ..errors import CheckpointError, ConfigError, first_line
 from ..files import BestEffort
@@ -164,7 +164,9 @@ class NoLog:
 
 
 def _line(record: Record) -> str:
-    return json.dumps(record, ensure_ascii=False) + "\n"
+    """Return a record as a line of JSON, which has no inf and no NaN: they are null."""
+    known = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in record.items()}
+    return json.dumps(known, ensure_ascii=False) + "\n"
 
 
 @contextmanager
@@ -197,6 +199,14 @@ def tracking(name: str, folder: Path) -> Iterator[Track]:
 
     with SummaryWriter(str(folder / "tensorboard")) as writer:
         yield lambda step, numbers: [writer.add_scalar(name, value, step) for name, value in numbers.items()]
+
+
+class Outputs(NamedTuple):
+    """Where what a run measures goes: the file of its metrics, a tracker, and whoever watches."""
+
+    log: MetricsLog | NoLog
+    track: Track
+    progress: Progress
 
 
 def smooth(values: list[float]) -> list[float]:

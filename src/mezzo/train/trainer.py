@@ -15,7 +15,7 @@ from torch import Tensor
 from .checkpoint import save_checkpoint, save_model
 from .config import RunFolder, TrainConfig
 from .evaluate import Encoded, epoch_batches, evaluate, hide_tokens, logits_of, micro_batches, seed_dropout
-from .metrics import MetricsLog, NoLog, Progress, tracking
+from .metrics import MetricsLog, NoLog, Outputs, Progress, tracking
 from .train_step import Average, Updater
 
 
@@ -88,46 +88,44 @@ class Trainer:
         Writes: model, files of the run, torch's global random state. Syncs: yes.
         """
         is_first = self.world.is_first
-        self._log = MetricsLog(self.folder.metrics, self.position.step) if is_first else NoLog()
-        with tracking(self._config.tracker if is_first else "none", self.folder.path) as self._track:
-            self._train_rest(progress, opening)
+        log = MetricsLog(self.folder.metrics, self.position.step) if is_first else NoLog()
+        with tracking(self._config.tracker if is_first else "none", self.folder.path) as track:
+            self._train_rest(Outputs(log, track, progress), opening)
 
-    def _train_rest(self, progress: Progress, opening: str) -> None:
+    def _train_rest(self, out: Outputs, opening: str) -> None:
         self._started = time.perf_counter() - self.position.seconds
         self._model.train()
         if self.position.step == 0:
-            self.save()
+            self._save(out)
         if opening:
-            progress.note(opening)
+            out.progress.note(opening)
         while self.position.step < self.total:
             epoch, done = divmod(self.position.step, self._per_epoch)
             batches = epoch_batches(self._train.lengths, self._config.batch_size, seed=self._config.seed, epoch=epoch)
             for rows in batches[done:]:
-                self._update(rows, progress)
+                self._update(rows, out)
                 if self.position.step % self._eval_every == 0 or self.position.step == self.total:
-                    self._pause(progress)
+                    self._pause(out)
 
-    def _update(self, rows: list[int], progress: Progress) -> None:
+    def _update(self, rows: list[int], out: Outputs) -> None:
         """Make one update of rows of the data. Writes: the model and its optimizer, the position, the log. Syncs: yes."""
         each = self._num_micro_batches // self.world.size
         mine = range(self.world.rank * each, (self.world.rank + 1) * each)
         update = self.updater.step(*(partial(self._loss, rows, index) for index in mine))
-        at, value = self.position, update.loss
+        at = self.position
         at.step += 1
         if update.applied:
-            at.epoch_loss += value
+            at.epoch_loss += update.loss
             at.epoch_applied += 1
         at.skipped += not update.applied
         if at.step % self._per_epoch == 0:
             at.final_loss = at.epoch_loss / max(at.epoch_applied, 1)
             at.epoch_loss, at.epoch_applied = 0.0, 0
-        finite = {"loss": value, "grad_norm": update.grad_norm}
-        written = {name: number if math.isfinite(number) else None for name, number in finite.items()}
-        moved = {"lr": update.lr, "scale": update.scale}
-        self._log.add(kind="update", step=at.step, **written, **moved, applied=update.applied)
-        numbers = {**finite, **moved, "skipped": float(at.skipped)}
-        self._track(at.step, {f"train/{name}": number for name, number in numbers.items()})
-        progress.update(at.step, loss=value, **moved, skipped=at.skipped)
+        numbers = {"loss": update.loss, "grad_norm": update.grad_norm, "lr": update.lr, "scale": update.scale}
+        out.log.add(kind="update", step=at.step, **numbers, applied=update.applied)
+        tracked = {**numbers, "skipped": float(at.skipped)}
+        out.track(at.step, {f"train/{name}": number for name, number in tracked.items()})
+        out.progress.update(at.step, loss=update.loss, lr=update.lr, scale=update.scale, skipped=at.skipped)
 
     def _loss(self, rows: list[int], index: int) -> Tensor:
         """Return what one micro-batch adds to the mean loss of its batch: shape (), fp32.
@@ -143,42 +141,42 @@ class Trainer:
         mean = F.cross_entropy(logits_of(self.updater.model, batch), cast(Tensor, batch.labels_B))
         return mean * (len(own_rows) / len(rows))
 
-    def _pause(self, progress: Progress) -> None:
+    def _pause(self, out: Outputs) -> None:
         at = self.position
         at.seconds = time.perf_counter() - self._started
         if self._config.evaluate:
-            self._evaluate(progress)
+            self._evaluate(out)
         elif at.step == self.total:
             at.best_step = at.step
             self._save_best()
-        self.save()
+        self._save(out)
 
     def _save_best(self) -> None:
         if self.world.is_first:
             weights = self.updater.amp.export_weights() if self._average is None else self._average.weights()
             save_model(self.folder.best, self._model, self._tokenizer, weights)
 
-    def _evaluate(self, progress: Progress) -> None:
+    def _evaluate(self, out: Outputs) -> None:
         size = self._config.batch_size
         with nullcontext() if self._average is None else self._average.swapped_in():
             found = evaluate(self._model, self._dev, batch_size=size, world=self.world)
         at = self.position
         at.seconds = time.perf_counter() - self._started
         numbers = {"loss": found.loss, "accuracy": found.accuracy}
-        self._log.add(kind="evaluation", step=at.step, **numbers, seconds=round(at.seconds, 3))
+        out.log.add(kind="evaluation", step=at.step, **numbers, seconds=round(at.seconds, 3))
         if found.accuracy > at.best_accuracy:
             at.best_accuracy, at.best_step = found.accuracy, at.step
             self._save_best()
-        self._track(at.step, {f"dev/{name}": number for name, number in numbers.items()})
-        progress.note(
+        out.track(at.step, {f"dev/{name}": number for name, number in numbers.items()})
+        out.progress.note(
             f"update {at.step}/{self.total}: dev accuracy {found.accuracy:.4f}, dev loss {found.loss:.4f}, {at.skipped} skipped, {at.seconds:.0f} s"
         )
 
-    def save(self) -> None:
+    def _save(self, out: Outputs) -> None:
         """Write the checkpoint, on the first rank. Raises: CheckpointError. Writes: metrics, checkpoint. Syncs: yes."""
         if not self.world.is_first:
             return
-        self._log.flush()
+        out.log.flush()
         state = {
             **self._identity,
             "position": asdict(self.position),
@@ -188,7 +186,7 @@ class Trainer:
         save_checkpoint(self.folder.checkpoint, state)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over what `save` wrote. Writes: model, optimizer, average. Syncs: yes."""
+        """Take over what a checkpoint holds. Writes: model, optimizer, average. Syncs: yes."""
         self.position = Position(**state["position"])
         self.updater.load_state_dict(state)
         if self._average is not None:
