@@ -231,12 +231,13 @@ class ComparingMode(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         originals = {id(t): call.original(t) for _, t in call.inputs}
         local_in = {key: value for key, t in originals.items() if (value := self.fp32.local(t, here)) is not None}
         full_in = {key: value for key, t in originals.items() if (value := self.fp32.full(t)) is not None}
-        out = call.run(args, kwargs)
-        self._compare(call, site, here, local_in, full_in, out)
-        return out
+        call.run(args, kwargs)
+        self._compare(call, site, here, local_in, full_in)
+        return call.returned
 
-    def _compare(self, call: Call, site: Site, here: Maker, local_in: Values, full_in: Values, out: Any) -> None:
-        flops = flops_of(call.func, call.args, call.kwargs, out)
+    def _compare(self, call: Call, site: Site, here: Maker, local_in: Values, full_in: Values) -> None:
+        """Compare what an op gave with what it would have given had it, its module, or the whole run been in fp32."""
+        flops = flops_of(call.func, call.args, call.kwargs, call.returned)
         self.flops += flops
         is_narrow = any(t.dtype in LOW_DTYPES for t in (*call.out, *(t for _, t in call.inputs)))
         if not call.out or not (is_narrow or local_in or full_in or any(t in self.fp32 for t in call.out)):
@@ -245,17 +246,17 @@ class ComparingMode(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         key = OpKey(site.phase, site.root, site.module, site.op, site.called, kernel, dtype, frame)
         if is_narrow:
             self.low_flops[key] += flops
-        local = self._in_fp32(call, {}) if is_narrow else [t.detach().float() for t in call.out]
-        own = self._in_fp32(call, local_in) if local_in else local
-        whole = self._in_fp32(call, full_in) if full_in else local
-        if local is None or own is None or whole is None:
+        op = self._in_fp32(call, {}) if is_narrow else [t.detach().float() for t in call.out]
+        module = self._in_fp32(call, local_in) if local_in else op
+        run = self._in_fp32(call, full_in) if full_in else op
+        if op is None or module is None or run is None:
             self.unseen[call.facts.kernel] += 1
             return
         self.modules.setdefault((site.root, site.module), ModuleTally(site.classes[-1] if site.classes else ""))
         tally = self.ops.setdefault(key, Tally())
-        for tensor, near, mine, far in zip(call.out, local, own, whole, strict=True):
-            tally.add(tensor, near, far)
-            self.fp32.put(tensor, here, mine, far)
+        for tensor, of_op, of_module, of_run in zip(call.out, op, module, run, strict=True):
+            tally.add(tensor, of_op, of_run)
+            self.fp32.put(tensor, here, of_module, of_run)
 
     @staticmethod
     def _in_fp32(call: Call, values: Values) -> list[Tensor] | None:
