@@ -60,17 +60,17 @@ def _number_of(option: object) -> Any:
 
 
 def batch_file(folder: Path, step: int, index: int) -> Path:
-    """Return the file of one batch of a step inside its segment: the random state it met, and what else the step was to be made of by then."""
+    """Return the file of one batch of a step inside its segment, with the random state it met and the step's settings by then."""
     return folder / f"{step:08d}.{index}{BATCH}"
 
 
 def step_file(folder: Path, step: int) -> Path:
-    """Return the file of what a step was made of, where that is something else than its last batch says."""
+    """Return the file of a step's settings, where they are others than those beside its last batch."""
     return folder / f"{step:08d}{STEP}"
 
 
 def _save(value: Any, path: Path) -> None:
-    """Write a file that a kill leaves whole or not at all; over one that lies ready, whose pages are in memory."""
+    """Write a file that a kill leaves whole or not at all; over one that `_make_ready` left, whose pages are in memory."""
     made = f"{path}{PARTIAL}"
     # Buffered: a raw file may write less than it was given, without a word.
     with open(os.open(made, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
@@ -81,7 +81,7 @@ def _save(value: Any, path: Path) -> None:
 
 
 def _make_ready(old: Path, new: Path) -> None:
-    """Turn a segment into files that another is written over, at a tenth of the price of new ones."""
+    """Rename the files of an old segment to those of a new one, to be written over: that takes a tenth of the time of new files."""
     (old / START).replace(old / (START + PARTIAL))
     for file in [f for f in old.iterdir() if f.name[0].isdigit()]:
         number, _, kind = file.name.partition(".")
@@ -112,15 +112,15 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._amp, self._every, self._twice_every = amp, every, twice_every
         self._second = SecondRun(amp, amp.backward, loss_fn) if twice_every and loss_fn else None
         self._num_batches = 0
-        self._made_of: dict[str, Any] = {}
+        self._last_settings: dict[str, Any] = {}
         self._options: dict[str, Any] = {}
         self._batches: list[tuple[Any, RandomState]] = []
         self._losses: list[Tensor] = []
         self._results: list[tuple[int, StepResult, list[Tensor]]] = []
         self._segment = folder
-        self._flush = ThreadPoolExecutor(1, "mezzo record flushes")
+        self._writer = ThreadPoolExecutor(1, "mezzo record flushes")
         self._image = FileImage()
-        self._landing: Future[None] | None = None
+        self._snapshot_write: Future[None] | None = None
         self._has_failed = False
         self._leave = cover(amp, step=self._recorded_step, backward=self._recorded_backward)
 
@@ -142,27 +142,27 @@ class Recorder(AbstractContextManager["Recorder"]):
         if not self._num_batches:
             if self.step % self._every == 0:
                 self._begin_segment()
-            if self._due is not None:
-                self._due.begin()
-        if self._landing is not None and self._landing.done():
-            self._wait_for_disk()
-        data, random = as_data(batch, "a batch", copies=self._due is not None), random_state.get()
-        self._made_of = self._prospect()
-        with self._telling():
+            if self._repeat is not None:
+                self._repeat.begin()
+        if self._snapshot_write is not None and self._snapshot_write.done():
+            self._wait_for_snapshot()
+        data, random = as_data(batch, "a batch", copies=self._repeat is not None), random_state.get()
+        self._last_settings = self._settings()
+        with self._naming_failures():
             path = batch_file(self._segment, self.step, self._num_batches)
-            _save({"data": data, "random": tuple(random), **self._made_of}, path)
+            _save({"data": data, "random": tuple(random), **self._last_settings}, path)
         self._num_batches += 1
-        if self._due is not None:
+        if self._repeat is not None:
             self._batches.append((data, random))
 
     @property
-    def _due(self) -> SecondRun | None:
+    def _repeat(self) -> SecondRun | None:
         """What runs the step in the making twice; None where it is run once."""
         return self._second if self._second is not None and self.step % self._twice_every == 0 else None
 
     def _begin_segment(self) -> None:
         self._read_results()
-        self._wait_for_disk()
+        self._wait_for_snapshot()
         self._segment = self.folder / f"{self.step:08d}"
         held = segments(self.folder)
         if len(held) < _SEGMENTS:
@@ -170,16 +170,16 @@ class Recorder(AbstractContextManager["Recorder"]):
         else:
             _make_ready(held[0][1], self._segment)
         state = {"format": FORMAT, "step": self.step, "policy": str(self._amp.policy), "run": self._amp.state_dict()}
-        with self._telling():
+        with self._naming_failures():
             self._image.clear()
             # torch's older format: it has no sums over the bytes, which take longer than copying them and which torch never reads
             torch.save(state, self._image, _use_new_zipfile_serialization=False)  # type: ignore[arg-type]  # no IO, but writes as one
-        self._landing = self._flush.submit(self._land, self._image, self._segment)
+        self._snapshot_write = self._writer.submit(self._write_snapshot, self._image, self._segment)
         if not held:
-            self._wait_for_disk()
+            self._wait_for_snapshot()
 
     @staticmethod
-    def _land(image: FileImage, segment: Path) -> None:
+    def _write_snapshot(image: FileImage, segment: Path) -> None:
         """Bring a snapshot to the disk beside training; until it has its name, steps are replayed from the snapshot before."""
         made = segment / (START + PARTIAL)
         image.write(step_data.seal(zlib.crc32(image.contents())))
@@ -187,14 +187,14 @@ class Recorder(AbstractContextManager["Recorder"]):
         os.replace(made, segment / START)
         flush_to_disk(segment)
 
-    def _wait_for_disk(self) -> None:
-        landing, self._landing = self._landing, None
-        if landing is not None:
-            with self._telling():
-                landing.result()
+    def _wait_for_snapshot(self) -> None:
+        pending, self._snapshot_write = self._snapshot_write, None
+        if pending is not None:
+            with self._naming_failures():
+                pending.result()
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _naming_failures(self) -> Iterator[None]:
         try:
             yield
         except (OSError, RuntimeError) as failure:  # of the file, and of torch's writer
@@ -207,7 +207,7 @@ class Recorder(AbstractContextManager["Recorder"]):
     def _recorded_backward(self, backward: Callable[..., None], loss: Tensor, **options: Any) -> None:
         backward(loss, **options)
         self._losses.append(loss.detach())
-        if (second := self._due) is not None:
+        if (second := self._repeat) is not None:
             second.after_backward()
 
     def _recorded_step(
@@ -220,8 +220,8 @@ class Recorder(AbstractContextManager["Recorder"]):
             )
         if is_kept := self._num_batches > 0:
             self._write_step(options)
-        if self._due is not None:
-            self._run_twice(self._due)
+        if self._repeat is not None:
+            self._run_twice(self._repeat)
         losses, self._losses, self._batches, self._num_batches = self._losses, [], [], 0
         result = step(**options)
         if is_kept:
@@ -239,25 +239,25 @@ class Recorder(AbstractContextManager["Recorder"]):
             )
         second.compare(self.step, self._batches, self._losses)
 
-    def _prospect(self) -> dict[str, Any]:
-        """Return what the step will be made of beside its batches if nothing changes."""
+    def _settings(self) -> dict[str, Any]:
+        """Return what a step depends on beside its batches: its options, and the numbers of each parameter group."""
         groups = [group for optimizer in self._amp.optimizers for group in optimizer.param_groups]
         kept = [{k: x for k, v in group.items() if (x := _number_of(v)) is not None} for group in groups]
         return {"options": self._options, "groups": kept}
 
     def _write_step(self, options: dict[str, Any]) -> None:
-        """Write what the step will be made of if its last batch says something else; after a crash in it, it is there."""
+        """Write the step's settings, before it is taken, if they changed since its last batch."""
         self._options = as_data(options, "step", copies=True)
-        made_of = self._prospect()
-        if made_of != self._made_of:
-            with self._telling():
-                _save(made_of, step_file(self._segment, self.step))
+        settings = self._settings()
+        if settings != self._last_settings:
+            with self._naming_failures():
+                _save(settings, step_file(self._segment, self.step))
 
     def _read_results(self) -> None:
         """Write what came of the steps, beside them. Syncs: with the last of them."""
         found = {n: outcome(losses, r.grad_norm, r.scale, applied=r.applied) for n, r, losses in self._results}
         if found:
-            with self._telling():
+            with self._naming_failures():
                 _save(found, step_file(self._segment, next(iter(found))).with_suffix(RESULTS))
         self._results.clear()
 
@@ -273,9 +273,9 @@ class Recorder(AbstractContextManager["Recorder"]):
         try:
             if not self._has_failed:
                 self._read_results()
-                self._wait_for_disk()
+                self._wait_for_snapshot()
         finally:
-            self._flush.shutdown()
+            self._writer.shutdown()
             self._image = FileImage()  # gives the memory back
             for left in self._segment.glob(f"*{PARTIAL}"):
                 left.unlink()

@@ -28,8 +28,8 @@ from .second_run import same_bits
 from .trial import check_trial
 
 Parts = tuple[nn.Module, Optimizer | Sequence[Optimizer], Callable[[nn.Module, Any], Tensor]]
-_MADE_OF: dict[Any, Any] = {"options": {str: object}, "groups": [{str: float | int | tuple}]}
-_BATCH = {"data": object, "random": (Tensor, [Tensor]), **_MADE_OF}
+_SETTINGS: dict[Any, Any] = {"options": {str: object}, "groups": [{str: float | int | tuple}]}
+_BATCH = {"data": object, "random": (Tensor, [Tensor]), **_SETTINGS}
 _RESULT = {"losses": [Tensor], "grad_norm": Tensor, "scale": float | int, "applied": bool}
 Around = Callable[[nn.Module], AbstractContextManager[Any]]
 
@@ -124,14 +124,14 @@ class _Run:
         num = max(len(list(folder.glob(f"{step:08d}.*{BATCH}"))), len(self._known.get(step, {}).get("losses", ())), 1)
         batches = [step_data.read(batch_file(folder, step, i), _BATCH) for i in range(num)]
         changed = step_file(folder, step)
-        made_of = step_data.read(changed, _MADE_OF) if changed.is_file() else batches[-1]
+        settings = step_data.read(changed, _SETTINGS) if changed.is_file() else batches[-1]
         groups = [group for optimizer in self.amp.optimizers for group in optimizer.param_groups]
-        if (num := len(made_of["groups"])) != len(groups):
+        if (num := len(settings["groups"])) != len(groups):
             raise DataError(
                 f"step {step} was taken with {num} parameter groups, and the optimizers that build returned have {len(groups)}: groups "
                 "that were added or removed since the snapshot cannot be replayed. Ask for a step of a later snapshot."
             )
-        for group, values in zip(groups, made_of["groups"], strict=True):
+        for group, values in zip(groups, settings["groups"], strict=True):
             for key in group.keys() & values.keys():
                 if isinstance(group[key], Tensor):  # it may stand in several groups, and in a graph
                     group[key].fill_(values[key])
@@ -144,7 +144,7 @@ class _Run:
             self.amp.backward(loss)
             losses.append(loss.detach())
         try:
-            result = self.amp.step(**made_of["options"])
+            result = self.amp.step(**settings["options"])
             found, error = outcome(losses, result.grad_norm, result.scale, applied=result.applied), ""
         except StoppedRun as stopped:
             found, error = outcome(losses, math.nan, self.amp.scale, applied=False), str(stopped)
