@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -65,29 +66,35 @@ def first_divergence(a: Run, b: Run) -> MismatchFinding | None:
     # a result may be something that the other run knows by another way, as x * 1 is
     ours = ours or [i for i in _frontier(a, known_b, wrong) if a.ops[i].site.op in {b.ops[j].site.op for j in theirs}]
     theirs = theirs or [j for j in _frontier(b, known_a, wrong) if b.ops[j].site.op in {a.ops[i].site.op for i in ours}]
-    return _name(a, b, ours, theirs, known_a, known_b)
+    x, y = _facing([a.ops[i] for i in ours], [b.ops[j] for j in theirs])
+    return _of_weights(x, y, known_a, known_b) or _of_ops(a, b, x, y)
 
 
-def _name(a: Run, b: Run, ours: list[int], theirs: list[int], known_a: _Known, known_b: _Known) -> MismatchFinding:
-    x = a.ops[ours[0]] if ours else None
-    y = b.ops[theirs[0]] if theirs else None
-    pairs = [(i, j) for i in ours for j in theirs if a.ops[i].site.op == b.ops[j].site.op]
-    alike = next(((i, j) for i, j in pairs if a.ops[i].site.module == b.ops[j].site.module), None)
-    if alike is not None and (ours[0] == alike[0] or theirs[0] == alike[1]):
-        x, y = a.ops[alike[0]], b.ops[alike[1]]
-    for side, op, known in (("a", x, known_b), ("b", y, known_a)):
-        # what was there before this run, and the other run does not have
-        leaf = None if op is None else next((v.leaf for v in op.reads if v.leaf and v not in known), None)
-        if op is not None and leaf is not None and not (x and y and x.draws != y.draws):
-            return _finding_of("weights", op, x, y, f"{leaf} of {side} has no equal in {'b' if side == 'a' else 'a'}")
+def _facing(ours: list[OpRun], theirs: list[OpRun]) -> tuple[OpRun | None, OpRun | None]:
+    """Return the op of each run to hold against the other's: the first, or two of one name and module if one of them is a first."""
+    pairs = ((x, y) for x in ours for y in theirs if (x.site.op, x.site.module) == (y.site.op, y.site.module))
+    alike = next(pairs, None)
+    if alike is not None and (alike[0] is ours[0] or alike[1] is theirs[0]):
+        return alike
+    return next(iter(ours), None), next(iter(theirs), None)
+
+
+def _of_weights(x: OpRun | None, y: OpRun | None, known_a: _Known, known_b: _Known) -> MismatchFinding | None:
+    """Return what was there before one run, and the other does not have; None if there is nothing, or only one of the two ops draws."""
+    if x is not None and y is not None and x.draws != y.draws:
+        return None
+    for side, other, op, known in (("a", "b", x, known_b), ("b", "a", y, known_a)):
+        leaves = [] if op is None else [v.leaf for v in op.reads if v.leaf and v not in known]
+        if op is not None and leaves:
+            return _finding_of("weights", op, x, y, f"{leaves[0]} of {side} has no equal in {other}")
+    return None
+
+
+def _of_ops(a: Run, b: Run, x: OpRun | None, y: OpRun | None) -> MismatchFinding:
     if x is None or y is None:
         op = x or y
         assert op is not None  # something made the output that differs
         return _finding_of("random" if op.draws else "missing op", op, x, y, f"only {'a' if x else 'b'} runs it")
-    return _of_ops(a, b, x, y)
-
-
-def _of_ops(a: Run, b: Run, x: OpRun, y: OpRun) -> MismatchFinding:
     if x.draws or y.draws:
         op = x if x.draws else y
         what = "both draw, and not the same numbers" if x.draws and y.draws else f"only {'a' if op is x else 'b'} draws"
@@ -126,7 +133,7 @@ def _of_kernels(a: Run, b: Run) -> MismatchFinding | None:
         return None
     _, side, op = min(alone, key=lambda found: found[0])
     x, y = (op, None) if side == "a" else (None, op)
-    if op.local == float("inf"):
+    if op.local == math.inf:
         return _finding_of("overflow", op, x, y, f"{side} holds inf or NaN in {op.dtype} where fp64 is finite")
     what = f"{side} is {op.local:.2g} off on the values it was given, rounding explains {op.bound:.2g}"
     return _finding_of("kernel", op, x, y, what)
