@@ -102,15 +102,7 @@ def _accept_any_text() -> None:
 def _run(name: str, words: Sequence[str]) -> int:
     """Run a command and return its exit code; what goes wrong outside of it is one sentence."""
     try:
-        if any("\0" in word for word in words):
-            raise ConfigError("a word on the command line holds a NUL character.")
-        for word, value in zip_longest(words, words[1:]):
-            option, is_joined, joined = word.partition("=")
-            is_empty = option in _PATHS and (joined if is_joined else value) == ""
-            if is_empty and name != "doctor":  # whose words are a script's
-                raise ConfigError(
-                    f"{option} was given an empty text, and takes a path. Write {option} . for the current folder."
-                )
+        _check_words(words, are_options=name != "doctor")  # whose words are a script's
         if name not in COMMANDS:
             commands = usage("COMMAND", {name: command.text for name, command in COMMANDS.items()})
             shown = f"{commands};\n`mezzo --version` shows the version."
@@ -134,6 +126,17 @@ def _run(name: str, words: Sequence[str]) -> int:
     except OSError as error:
         where = f"{error.filename or 'standard output'}: " if error.filename or error.errno in _FULL else ""
         return _refuse(name, f"{where}{error.strerror or error}.")
+
+
+def _check_words(words: Sequence[str], *, are_options: bool) -> None:
+    if any("\0" in word for word in words):
+        raise ConfigError("a word on the command line holds a NUL character.")
+    for word, value in zip_longest(words, words[1:]) if are_options else ():
+        option, is_joined, joined = word.partition("=")
+        if option in _PATHS and (joined if is_joined else value) == "":
+            raise ConfigError(
+                f"{option} was given an empty text, and takes a path. Write {option} . for the current folder."
+            )
 
 
 class _Ended(KeyboardInterrupt):
