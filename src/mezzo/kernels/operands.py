@@ -55,9 +55,9 @@ class Layout:
     """Where weights, their aux state and their moments lie, checked; it holds as long as they stay there.
 
     Attributes:
-        other: indices of the weights that no kernel can walk, left to the reference.
+        unwalkable: indices of the weights that no kernel can walk, left to the reference.
         numels: elements of each weight.
-        sizes: elements of each that a kernel walks: 0 for `other`.
+        sizes: elements of each that a kernel walks: 0 for `unwalkable`.
         values: addresses of the weights.
         aux: addresses of their aux state; empty where there is none.
         moments: addresses of each list of moments.
@@ -66,11 +66,11 @@ class Layout:
         offsets: index of each weight's first element in the whole of which it is a part, for the random bits.
         spans: first and last address of everything that a step writes.
         storages: addresses of the storages that a step writes to.
-        sound: addresses of gradients that were looked at before.
+        checked: addresses of gradients that were looked at before.
         struct: what a backend made of the rest for its kernel.
     """
 
-    other: Sequence[int]
+    unwalkable: Sequence[int]
     numels: array[int]
     sizes: array[int]
     values: array[int]
@@ -81,7 +81,7 @@ class Layout:
     offsets: array[int]
     spans: Sequence[tuple[int, int, Operand]]
     storages: frozenset[int]
-    sound: set[int] = field(default_factory=set)
+    checked: set[int] = field(default_factory=set)
     struct: list[Any] = field(default_factory=list)
 
 
@@ -105,9 +105,9 @@ class Operands:
     grad_formats: array[int] | None = None
 
     @property
-    def other(self) -> Sequence[int] | None:
-        """Indices of the weights that no kernel can walk."""
-        return None if self.layout is None else self.layout.other
+    def unwalkable(self) -> Sequence[int]:
+        """Indices of the weights that no kernel can walk; none while torch.compile traces."""
+        return () if self.layout is None else self.layout.unwalkable
 
 
 def operands(
@@ -131,7 +131,7 @@ def operands(
     fits = array("q", map(Tensor.numel, values)) == layout.numels
     is_walked = any(layout.sizes)
     # equally many elements are enough for a kernel
-    for index in layout.other if fits and is_walked else range(len(weights.values)):
+    for index in layout.unwalkable if fits and is_walked else range(len(weights.values)):
         _check_gradient(weights, index, values[index])
     if not is_walked:
         return Operands(weights=weights, moments=moments, grads=grads, layout=layout)
@@ -146,7 +146,7 @@ def operands(
         values = [_readable(weights, index, grad, are_read[index]) for index, grad in enumerate(values)]
         formats = _formats(values)
     addresses = array("Q", map(Tensor.data_ptr, values))
-    if not layout.sound.issuperset(addresses) and (copies := _copies(layout, weights, values, addresses)):
+    if not layout.checked.issuperset(addresses) and (copies := _copies(layout, weights, values, addresses)):
         values = [copies.get(index, grad) for index, grad in enumerate(values)]
         addresses = array("Q", map(Tensor.data_ptr, values))
     return Operands(
@@ -176,18 +176,18 @@ def _readable(weights: Weights, index: int, grad: Tensor, is_readable: bool) -> 
 
 
 def _copies(layout: Layout, weights: Weights, grads: Sequence[Tensor], addresses: Sequence[int]) -> dict[int, Tensor]:
-    """Look at gradients at addresses that were not met before; return copies of those that a step would write."""
-    if len(layout.sound) > _KNOWN:
-        layout.sound.clear()
+    """Check gradients at addresses that were not met before; return copies of those whose memory a step would write."""
+    if len(layout.checked) > _KNOWN:
+        layout.checked.clear()
     copies = {}
-    for index in [index for index, address in enumerate(addresses) if address not in layout.sound]:
+    for index in [index for index, address in enumerate(addresses) if address not in layout.checked]:
         grad = grads[index]
         if grad.shape != weights.values[index].shape or not is_readable(grad):
             _check_gradient(weights, index, grad)
         if grad.numel() and (addresses[index] == 0 or _memory(grad)[0] in layout.storages):
             copies[index] = grad.clone() if (plain := as_plain(grad)) is grad else plain
         elif addresses[index] != 0:  # where empty tensors lie, and freed ones
-            layout.sound.add(addresses[index])
+            layout.checked.add(addresses[index])
     return copies
 
 
@@ -211,7 +211,7 @@ def layout_of(weights: Weights, moments: Mapping[str, Sequence[Tensor]]) -> Layo
     lists = (weights.values, weights.aux, *moments.values())
     values, aux, *rest = [array("Q", map(Tensor.data_ptr, tensors) if any(walks) else ()) for tensors in lists]
     return Layout(
-        other=[index for index, walk in enumerate(walks) if not walk],
+        unwalkable=[index for index, walk in enumerate(walks) if not walk],
         numels=array("q", numels),
         sizes=array("q", [numel if walk else 0 for numel, walk in zip(numels, walks, strict=True)]),
         values=values,

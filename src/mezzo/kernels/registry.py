@@ -76,11 +76,11 @@ def _missing(backend: str, op: str, device: torch.device) -> str:
         try:
             library(OPS / op / "cpu.cpp")
         except NativeBuildError as error:
-            return _said(error)
+            return _warned_reason(error)
     return ""
 
 
-def _said(error: NativeBuildError) -> str:
+def _warned_reason(error: NativeBuildError) -> str:
     """Return why there is no compiled kernel, after a warning, once in a process: plain torch is several times slower."""
     if not _warned:
         _warned.append(str(error))

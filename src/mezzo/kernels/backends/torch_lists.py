@@ -54,9 +54,9 @@ def with_masters(
     """
     moments = [one for held in operands.moments.values() for one in held]
     is_fused = can_fuse and all(one.dtype is torch.float32 for one in moments)
-    scalars: Any = reference.scalars(step, rule) if operands.other or not is_fused else None
-    if operands.other:
-        reference.step_(operands, rule, scalars, step, operands.other)
+    scalars: Any = reference.scalars(step, rule) if operands.unwalkable or not is_fused else None
+    if operands.unwalkable:
+        reference.step_(operands, rule, scalars, step, operands.unwalkable)
     if is_fused:
         yield from _masters(operands, step)
     else:
@@ -108,8 +108,8 @@ def parts(operands: Operands, *, are_random: bool = True) -> Iterator[Part]:
 
 
 def _walked(operands: Operands) -> list[int]:
-    other = set(operands.other or ())
-    return [index for index in range(len(operands.weights.values)) if index not in other]
+    left_out = set(operands.unwalkable)
+    return [index for index in range(len(operands.weights.values)) if index not in left_out]
 
 
 def _batches(operands: Operands) -> Iterator[list[int]]:

@@ -58,8 +58,8 @@ def compiled_step(
         return array("f", numbers_of(rule)).tobytes()
 
     def step_(operands: Operands, rule: Any, scalars: Tensor, step: Tensor) -> None:
-        if operands.other:
-            reference.step_(operands, rule, scalars, step, operands.other)
+        if operands.unwalkable:
+            reference.step_(operands, rule, scalars, step, operands.unwalkable)
         where, weights, grads = operands.layout, operands.weights, operands.grads
         if where is None or operands.grad_addresses is None or operands.grad_formats is None:
             return

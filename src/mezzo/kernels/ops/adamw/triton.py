@@ -129,8 +129,8 @@ def step_(operands: Operands, rule: AdamWRule, scalars: Tensor, step: Tensor) ->
     Every operation is IEEE's and products are fused only where `tl.fma` says so, as in the compiled CPU step.
     Under the interpreter the results are the reference's bits, with the nearest square root.
     """
-    if operands.other:
-        reference.step_(operands, rule, scalars, step, operands.other)
+    if operands.unwalkable:
+        reference.step_(operands, rule, scalars, step, operands.unwalkable)
     weight = ctypes.c_float(1 - rule.beta1).value
     near = weight < 0.5  # torch's lerp starts from the nearer end
     numbers = (weight if near else weight - 1, rule.beta2, 1 - rule.beta2, rule.eps, rule.l2)

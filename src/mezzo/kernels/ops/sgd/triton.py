@@ -82,8 +82,8 @@ def step_(operands: Operands, rule: SGDRule, scalars: Tensor, step: Tensor) -> N
     Products are fused only where `tl.fma` says so, as in the compiled CPU step; under the interpreter the results are
     the reference's bits.
     """
-    if operands.other:
-        reference.step_(operands, rule, scalars, step, operands.other)
+    if operands.unwalkable:
+        reference.step_(operands, rule, scalars, step, operands.unwalkable)
     decays, sums = rule.weight_decay != 0, rule.momentum != 0
     numbers = (rule.weight_decay, rule.momentum)
     launch(sgd_step_kernel, operands, scalars, step, numbers, DECAYS=decays, SUMS=sums, NESTEROV=rule.nesterov)
