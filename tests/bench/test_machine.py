@@ -43,8 +43,8 @@ def test_the_commit_is_that_of_the_checkout() -> None:
 
 
 def test_a_missing_tool_is_no_error() -> None:
-    assert hardware._said("no-such-tool-anywhere") == ""
-    assert hardware._said("false") == ""
+    assert hardware._output("no-such-tool-anywhere") == ""
+    assert hardware._output("false") == ""
 
 
 @pytest.mark.parametrize(

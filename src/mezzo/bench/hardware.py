@@ -26,7 +26,7 @@ SETTINGS = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD", "OMP_", "KMP_", "MKL_", "
 GPU_FACTS = ("name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "memory.total")
 
 
-def _said(*command: str) -> str:
+def _output(*command: str) -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -35,27 +35,27 @@ def _said(*command: str) -> str:
 
 def _model() -> str:
     """Return the name of the processor; a name without a number, as rented machines have, with what tells its generation."""
-    name = _cpuinfo("model name") or platform.processor() or platform.machine()
-    kind = [f"{key.removeprefix('cpu ')} {_cpuinfo(key)}" for key in ("cpu family", "model") if _cpuinfo(key)]
+    name = _proc("model name") or platform.processor() or platform.machine()
+    kind = [f"{key.removeprefix('cpu ')} {_proc(key)}" for key in ("cpu family", "model") if _proc(key)]
     return name if any(map(str.isdigit, name)) or not kind else f"{name} ({', '.join(kind)})"
 
 
-def _cpuinfo(key: str) -> str:
-    path = Path("/proc/cpuinfo")
+def _proc(key: str, file: str = "cpuinfo") -> str:
+    """Return what Linux says of a key in a file of /proc; empty where it says nothing."""
+    path = Path("/proc", file)
     found = re.search(rf"^{key}\s*:\s*(.*)$", path.read_text(), re.MULTILINE) if path.exists() else None
     return found.group(1).strip() if found else ""
 
 
 def free_memory_bytes() -> int | None:
     """Return the bytes that new processes can have without taking pages from others; None where no one says."""
-    path = Path("/proc/meminfo")
-    found = re.search(r"^MemAvailable:\s*(\d+) kB$", path.read_text(), re.MULTILINE) if path.exists() else None
-    return int(found.group(1)) * 1024 if found else None
+    available = _proc("MemAvailable", "meminfo").removesuffix(" kB")
+    return int(available) * 1024 if available else None
 
 
 def cpu() -> dict[str, Any]:
     """Return model, cores, memory, load and the flags that matter for 16 bit of this machine's CPU."""
-    flags = set((_cpuinfo("flags") or _cpuinfo("Features")).split())
+    flags = set((_proc("flags") or _proc("Features")).split())
     return {
         "model": _model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -70,7 +70,8 @@ def gpu(device: torch.device) -> dict[str, Any]:
     """Return name, capability, memory and, where nvidia-smi answers, driver, clocks and power limit of a GPU."""
     index = device.index or 0
     properties = torch.cuda.get_device_properties(index)
-    said = _said("nvidia-smi", f"--id={properties.uuid}", f"--query-gpu={','.join(GPU_FACTS)}", "--format=csv,noheader")
+    query = f"--query-gpu={','.join(GPU_FACTS)}"
+    said = _output("nvidia-smi", f"--id={properties.uuid}", query, "--format=csv,noheader")
     return {
         "name": properties.name,
         "capability": f"{properties.major}.{properties.minor}",
@@ -98,8 +99,8 @@ def versions() -> dict[str, str]:
 def commit() -> str:
     """Return the commit of the checkout this package runs from, "+edits" if it was changed; empty outside of one."""
     here = str(Path(__file__).parent)
-    head = _said("git", "-C", here, "rev-parse", "HEAD")
-    edits = _said("git", "-C", here, "status", "--porcelain", "--untracked-files=no")
+    head = _output("git", "-C", here, "rev-parse", "HEAD")
+    edits = _output("git", "-C", here, "status", "--porcelain", "--untracked-files=no")
     return f"{head[:12]}+edits" if head and edits else head[:12]
 
 
