@@ -1,4 +1,4 @@
-"""A workload is its own configuration: what to build, to time, and the least work of it; a plan says in which variants it runs."""
+"""A workload says what to build and time, and the least work of that; its fields are its options. A plan says in which variants it runs."""
 
 from __future__ import annotations
 

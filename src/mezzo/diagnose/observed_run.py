@@ -33,7 +33,7 @@ SAME = 5e-7
 _MASK = 2.0**100
 """Magnitudes from here on stand for infinity, as `torch.finfo(dtype).min` does in a mask."""
 ROUNDINGS = 64
-"""An op may be off by as many roundings of its inputs and results."""
+"""So many roundings of inputs and results may add up in an op before its kernel is called wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class Value:
     """What a tensor holds, whatever its layout: figures of its elements as a set.
 
     Attributes:
-        left_out: of them those that are not finite, or stand for infinity in a mask.
-        sums: of the others: sum, sum of magnitudes, of squares, of cubes, least, largest.
+        left_out: how many elements are not finite, or stand for infinity in a mask.
+        sums: sum of the other elements, of their magnitudes, squares and cubes; the smallest; the largest.
         is_float: not an index or a mask.
         leaf: name of what was there before the run; empty for results.
     """

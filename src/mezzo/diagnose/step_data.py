@@ -80,7 +80,7 @@ def _check(file: BinaryIO) -> None:
 
 
 def fits(value: Any, layout: Any) -> bool:
-    """Whether data is laid out so: a dict with these entries, or any of a type of keys; a tuple of these; a list or tuple of one; of a type. Host only.
+    """Whether data has a layout: a dict its keys (a type stands for any number of such keys), a tuple its items, a list any number of its one item; a type is what a value is of. Host only.
 
     >>> fits({"a": [1, 2], 3: 1.0}, {"a": [int], int: float}), fits({"a": [1, "x"]}, {"a": [int]})
     (True, False)

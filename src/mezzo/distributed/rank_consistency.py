@@ -86,7 +86,7 @@ def _total(sums: Tensor) -> Tensor:
 
 
 def _totals(sums: Tensor, places: Sequence[tuple[tuple[bool, ...], int, int]]) -> Tensor:
-    """Return one number for each part of what is cut alike; of parts that lie on other ranks the least there is, which neither it nor its negative exceeds."""
+    """Return one number for each part of the tensors that are cut alike; for parts on other ranks the least of int64, which a maximum over ranks never takes."""
     chunks = []
     for kind, count in sorted({((), 1), *((cut, count) for cut, _, count in places)}):
         chunks.append(torch.full((count,), torch.iinfo(torch.int64).min))

@@ -99,7 +99,7 @@ def on_device(numbers: Sequence[int] | Tensor, device: torch.device) -> Tensor:
 
 
 def kept_on_device(make: Callable[[T, torch.device], Tensor]) -> Callable[[T, torch.device], Tensor]:
-    """Make a function of numbers and a device, which puts the numbers there, keep what it returned lately.
+    """Cache a function that puts numbers on a device.
 
     For each stream by itself, since what one fills another may read too early; and never for a graph that is captured. Syncs: no.
     """

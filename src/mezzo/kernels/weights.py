@@ -34,7 +34,7 @@ class Weights:
         offsets: of each, the index of its first element in the whole tensor of which it is a part, for the random bits; empty
             if each is whole.
         param_names: what errors call each; empty for its number.
-        places: where the elements of one weight belong that is many end to end, which it stands for; None if each is one.
+        places: where the elements belong of a single weight that is many, laid end to end; None where each is a weight of its own.
     """
 
     mode: Master

@@ -56,8 +56,8 @@ class _Error:
 class Amplified:
     """Finds ops that make rounding large (differences of nearly equal numbers, phases, long products) on the way to a loss or a layer.
 
-    What layers round, products with weights, is not counted, unless a layer's rows lie closer together than 16-bit numbers: an op is named where its result is right once all between the last of
-    them, or the input, and it runs in fp32, as it does beside the run.
+    An op is named if its result is right once it runs in fp32 with all ops since the last layer or input, as is done beside the run. A layer is a product with
+    a weight: what it rounds is not counted, unless its rows lie closer together than 16-bit numbers.
     """
 
     def __init__(self, reference: ReferencePath) -> None:
@@ -131,7 +131,7 @@ class Amplified:
         return site
 
     def _carries(self, call: Call, read: Tensor) -> bool:
-        """Say whether the gradient of a wrong tensor counts in that of its mean, or of a loss that such a mean is no small part of. Syncs: there."""
+        """Say whether a wrong tensor still counts in what it is reduced or added to: a mean or sum, or a loss of which it is no small part. Syncs: there."""
         if call.facts.name in ("mean", "sum"):
             right = self.local.get(call.original(read))
             return right is not None and share_off(read, right) > _SEEN
@@ -233,7 +233,7 @@ class RoundedIndices:
 
 
 def _are_too_close(tensor: Tensor, wide: Tensor) -> bool:
-    """Say whether what 16 bit rounds of rows is as large as what they differ in, as where all lie near 300. Syncs: where they are in 16 bit."""
+    """Say whether rounding to 16 bit moves rows by about as much as they differ from each other, as where all lie near 300. Syncs: where they are in 16 bit."""
     if tensor.dtype not in LOW_DTYPES or tensor.dim() < 2:
         return False
     rows = wide.reshape(-1, wide.shape[-1])

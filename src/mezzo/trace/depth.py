@@ -185,7 +185,7 @@ def grew_over_steps(sizes: Iterable[Size], step: int) -> str:
 
 
 def _ends(event: Event, pattern: str, rest: list[Size]) -> bool:
-    """Say whether an event ends a chain: in the layer behind its finite ones, which a program that was ended has not left."""
+    """Say whether an event ends a chain: it lies in the layer after the finite ones, which a program that ended there never left."""
     if rest:
         return _is_on_the_way(event, pattern, rest[0])
     parts = event.site.module.split(".")

@@ -1,4 +1,4 @@
-"""Where a non-finite value counts as reached: the host reads it, or it leaves the model and nobody differentiates it."""
+"""When a non-finite value counts as arrived: the host reads it, or it leaves the model and nobody differentiates it."""
 
 from __future__ import annotations
 
