@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -93,32 +93,32 @@ class Amplified:
         lasts = wrong is not None and wrong.is_used and read is not None and self._carries(call, read)
         close, known = next((e.close for _, e in given if e.close), ""), self.local.known(call)
         cut = run_in_fp32(call, known | self._behind_close.known(call)) if close and not is_layer else None
+        is_excused = is_layer and not (call.out and _are_too_close(call.out[0], wide[0]))
         if is_layer:
-            is_layer = not (call.out and _are_too_close(call.out[0], wide[0]))
-            close = "" if is_layer else f"{site.op} (module {site.path})"
-        local = None if is_layer else run_in_fp32(call, known)
+            close = "" if is_excused else f"{site.op} (module {site.path})"
+        local = None if is_excused else run_in_fp32(call, known)
         maker = wrong.lint.site if wrong and wrong.lint else self._maker(call, site, is_wrong=False)
         for tensor, value, alone, behind in zip(call.out, wide, local or wide, cut or call.out, strict=True):
-            error = _Error(share_off(tensor, value), maker, close)
+            off, kept, is_used = share_off(tensor, value), alone, False
+            right, lint = min(_WRONG, off / 4), None
             if local is None:
                 self.local.forget(tensor)
-            elif wrong is not None and (error.off > _SEEN or lasts):
+            elif wrong is not None and (off > _SEEN or lasts):
+                lint = wrong.lint
                 is_used = wrong.is_used or call.facts.name in _TURNS or not _is_linear(call, read)
-                error = replace(error, lint=wrong.lint, is_used=bool(is_used))
-            elif error.off > _WRONG and share_off(alone, value) < (right := min(_WRONG, error.off / 4)):
+            elif off > _WRONG and share_off(alone, value) < right:
                 if any(not is_finite(t) and is_finite(known.get(id(t), t)) for _, t in call.inputs):
-                    alone = tensor.detach().float()  # noqa: PLW2901  # what an overflow leaves is no rounding
+                    kept = tensor.detach().float()  # what an overflow leaves is no rounding
                 else:
                     layer = close if share_off(behind, value) >= right else ""
                     lint = Lint(
                         rule="amplified-rounding", site=self._maker(call, site), kernel=call.facts.kernel,
-                        dtype=dtype_name(self._reference.low), what=layer, value=error.off, case="close-results" if layer else "",
+                        dtype=dtype_name(self._reference.low), what=layer, value=off, case="close-results" if layer else "",
                     )  # fmt: skip
                     is_used = not _is_linear(call, None) and call.facts.name not in _LOGARITHMS
-                    error = replace(error, lint=lint, is_used=is_used)
             if local is not None:
-                self.local.put(tensor, alone)
-            self._errors.note(tensor, error)
+                self.local.put(tensor, kept)
+            self._errors.note(tensor, _Error(off, maker, close, lint, is_used))
         self._behind_close.put_results(call, [t.detach().float() for t in cut or call.out] if close else None)
 
     def _maker(self, call: Call, site: Site, *, is_wrong: bool = True) -> Site:
