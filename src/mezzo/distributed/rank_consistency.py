@@ -47,21 +47,21 @@ def audit(
     Ranks that differ are a DistributedError on all, since all see the same comparison; `why_apart` says why parameters may differ, and what
     to do. Syncs: yes.
     """
-    sums, places = _checksums(map(local, params.values())), [shard_at(p) for p in params.values()]
+    sums, shards = _checksums(map(local, params.values())), [shard_at(p) for p in params.values()]
     counts = [torch.tensor(number) for number in (num_steps, len(sums))]
-    values = torch.cat([torch.stack([*map(_bits_of, numbers.values()), *counts]), _totals(sums, places)])
-    differing = group.differing(values)
+    sent = torch.cat([torch.stack([*map(_bits_of, numbers.values()), *counts]), _totals(sums, shards)])
+    differing = group.differing(sent)
     if not any(differing):
         return
     names = [*numbers, "the number of steps", "the number of parameters"]
-    table = _gathered(group, values)
+    table = _gathered(group, sent)
     for column, name in enumerate(names):
         if differing[column]:
             own = table[:, column].view(torch.float64) if column < len(numbers) else table[:, column]
             shown = [f"{number:g}" if isinstance(number, float) else str(number) for number in own.tolist()]
             hint = "Load the same checkpoint, and call step() the same number of times, on all."
             _refuse(group, num_steps - 1, f"{name} is", shown, hint)
-    own = torch.stack([torch.tensor([index for _, index, _ in places]), sums], dim=1)
+    own = torch.stack([torch.tensor([index for _, index, _ in shards]), sums], dim=1)
     rows = _gathered(group, own).transpose(0, 1).tolist()
     parts = ((name, ranks, _differing_part(ranks)) for name, ranks in zip(params, rows, strict=True))
     apart = [found for found in parts if found[-1] is not None]
@@ -85,15 +85,15 @@ def _total(sums: Tensor) -> Tensor:
     return (sums * (2 * torch.arange(len(sums)) + 1)).sum()
 
 
-def _totals(sums: Tensor, places: Sequence[tuple[tuple[bool, ...], int, int]]) -> Tensor:
+def _totals(sums: Tensor, shards: Sequence[tuple[tuple[bool, ...], int, int]]) -> Tensor:
     """Return one number for each part of the tensors that are cut alike; for parts on other ranks the least of int64, which a maximum over ranks never takes."""
-    chunks = []
-    for kind, count in sorted({((), 1), *((cut, count) for cut, _, count in places)}):
-        chunks.append(torch.full((count,), torch.iinfo(torch.int64).min))
-        mine = torch.tensor([cut == kind for cut, _, _ in places], dtype=torch.bool)
-        at = next((index for cut, index, _ in places if cut == kind), 0)
-        chunks[-1][at] = _total(torch.where(mine, sums, 0))
-    return torch.cat(chunks)
+    totals = []
+    for cut, count in sorted({((), 1), *((cut, count) for cut, _, count in shards)}):
+        is_alike = [other == cut for other, _, _ in shards]
+        here = next((index for other, index, _ in shards if other == cut), 0)
+        totals.append(torch.full((count,), torch.iinfo(torch.int64).min))
+        totals[-1][here] = _total(torch.where(torch.tensor(is_alike, dtype=torch.bool), sums, 0))
+    return torch.cat(totals)
 
 
 def _differing_part(ranks: Sequence[tuple[int, int]]) -> int | None:
@@ -166,8 +166,8 @@ def handshake(group: Group, own: RankSetup, wrapper: Wrapper, *, has_parts: bool
     sums = [_total(_checksums(each)) for each in (masters, own.moments if wrapper.compares_models else ())]
     has_parts = (has_parts or own.is_stage) and not wrapper.compares_models
     counts = [torch.tensor(number) for number in (len(masters), has_parts)]
-    values = torch.stack([*(digest(lines) for lines in texts.values()), *counts, *sums])
-    policy, optimizer, model, count, some_have_parts, master, moment = group.differing(values)
+    sent = torch.stack([*(digest(lines) for lines in texts.values()), *counts, *sums])
+    policy, optimizer, model, count, some_have_parts, master, moment = group.differing(sent)
     if policy:
         refuse_setup(group, "the policy is", [f"'{own.policy}'"], "Prepare with one policy on all ranks.")
     if wrapper.compares_models:
