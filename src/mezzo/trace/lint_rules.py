@@ -72,8 +72,8 @@ class LintWatch:
         self._reference = reference
         self.of_risks = False
         self._found: dict[tuple[object, ...], Lint] = {}
-        self._has_fp16 = self._has_scaler = self._is_scaled = self._has_scaled_grads = False
-        self.scale = self._factor = 1.0
+        self._has_fp16 = self._has_torch_scaler = self._has_scaler = self._has_scaled_grads = False
+        self.scale = self._last_scale = 1.0
         self._clipped: Site | None = None
         self._sums: StorageNotes[_RunningSum] = StorageNotes()
         self._one_plus_lost: StorageNotes[float] = StorageNotes()
@@ -113,9 +113,9 @@ class LintWatch:
         name, is_forward = call.facts.name, site.phase == "forward"
         is_outside = is_forward and not site.root
         # a scaler that is off multiplies nothing, but runs the step of an optimizer that does
-        if is_outside and name == "mul" and not self._has_scaler:
-            self._has_scaler = is_called_from(_SCALER)
-            self._is_scaled = self._is_scaled or self._has_scaler or is_called_from(_OWN_SCALER)
+        if is_outside and name == "mul" and not self._has_torch_scaler:
+            self._has_torch_scaler = is_called_from(_SCALER)
+            self._has_scaler = self._has_scaler or self._has_torch_scaler or is_called_from(_OWN_SCALER)
         if is_outside and self._has_scaled_grads:
             self._clip(site)
         if name == "to" and call.inputs and not call.out and call.returned.dtype is not torch.bool:
@@ -198,12 +198,12 @@ class LintWatch:
         """Look at a bound that a hook, or a backward of the program's own, puts on its gradient; one near the loss scale is meant."""
         bound = max([abs(a) for a in (*call.args, *call.kwargs.values()) if isinstance(a, int | float)], default=0.0)
         # else a weight of the loss
-        is_scale = self._has_fp16 and self._factor >= 256 and math.frexp(self._factor)[0] == 0.5
-        if not (is_scale and 0 < bound < math.sqrt(self._factor) and call.inputs):
+        is_scale = self._has_fp16 and self._last_scale >= 256 and math.frexp(self._last_scale)[0] == 0.5
+        if not (is_scale and 0 < bound < math.sqrt(self._last_scale) and call.inputs):
             return
         given = call.inputs[0][1]
         if bound < amax(given) < math.inf and is_handed_by_autograd(call.original(given)):
-            self.add("clip-before-unscale", site, given.dtype, "a gradient", self._factor, case="hook")
+            self.add("clip-before-unscale", site, given.dtype, "a gradient", self._last_scale, case="hook")
 
     def _squares(self, call: Call, site: Site, low: Tensor) -> None:
         if low.dtype is not torch.float16:
@@ -312,27 +312,27 @@ class LintWatch:
     def _clip(self, site: Site) -> None:
         """Take in an op between a backward that was scaled and the unscaling; a bound that carries the scale too is meant. Syncs: no."""
         bound = argument_of(_CLIPS, "max_norm", "clip_value")
-        if bound is not None and bound < self._factor and self._clipped is None:
+        if bound is not None and bound < self._last_scale and self._clipped is None:
             self._clipped = site
 
     def unscale(self) -> None:
         """Note that gradients were unscaled, and clipped before it, if they were."""
         self.scale, self._has_scaled_grads = 1.0, False
         if self._clipped is not None:
-            self.add("clip-before-unscale", self._clipped, torch.float32, "gradients", self._factor)
+            self.add("clip-before-unscale", self._clipped, torch.float32, "gradients", self._last_scale)
             self._clipped = None
 
     def loss(self, loss: Tensor, site: Site, loss_scale: float, region: torch.dtype | None) -> None:
         """Look at the tensor backward starts from, and at the region it starts in. Syncs: where it is 16 bit."""
-        self._clipped, self._factor, self._has_scaled_grads = None, loss_scale, loss_scale > 1
+        self._clipped, self._last_scale, self._has_scaled_grads = None, loss_scale, loss_scale > 1
         self.amplified.loss(loss, site.step, self.of_risks)
-        self.scale = loss_scale if self._has_scaler else 1.0
+        self.scale = loss_scale if self._has_torch_scaler else 1.0
         if region is not None and self.of_risks:
             self.add("backward-in-region", site, region, "backward", 0.0)
         if loss.dtype in LOW_DTYPES and self.of_risks:
             self.add("loss-in-16-bit", site, loss.dtype, "the loss", float(loss.detach()))
         if self._has_fp16 and loss_scale == 1.0:
-            case: LintCase = "scaler" if self._is_scaled else ""
+            case: LintCase = "scaler" if self._has_scaler else ""
             self.add("no-loss-scale", site, torch.float16, "the loss", loss_scale, case=case)
 
 
