@@ -245,6 +245,8 @@ PROMOTED: dict[str, Op] = {
     "addr": lambda _, x: torch.addr(FULL, x[:, 0], x[0], beta=0.5),
     "bilinear": lambda _, x: F.bilinear(x, FULL, FULL.reshape(1, 2, 4).expand(2, 2, 4).reshape(1, 4, 4)),
     "cross": lambda _, x: torch.cross(x[:, :3], FULL[:, :3], dim=1),
+    "weight norm of a frozen length": lambda _, x: torch._weight_norm(x, FULL[:, :1], 0),
+    "weight norm of a frozen direction": lambda _, x: torch._weight_norm(FULL, x[:, :1], 0),
     "linalg.cross": lambda _, x: torch.linalg.cross(FULL[:, :3], x[:, :3]),
     "lerp_ into fp32": lambda _, x: torch.zeros(2, 4).lerp_(x, 0.1),
     "lerp_ into fp32 by a tensor": lambda _, x: torch.zeros(2, 4).lerp_(x, torch.sigmoid(x)),

@@ -91,7 +91,7 @@ _FITTED: dict[str, Callable[..., tuple[Any, ...]]] = {
     **dict.fromkeys(
         (
             "lerp.Tensor", "lerp.Scalar", "dot.default", "vdot.default", "inner.default", "tensordot.default", "mv.default",
-            "addmv.default", "addr.default", "bilinear.default", "_sparse_mm.default", "_sparse_mm.reduce", "_sparse_addmm.default", "sparse_sampled_addmm.default", "cross.default", "linalg_cross.default", "isclose.default", "allclose.default",
+            "addmv.default", "addr.default", "bilinear.default", "_sparse_mm.default", "_sparse_mm.reduce", "_sparse_addmm.default", "sparse_sampled_addmm.default", "cross.default", "linalg_cross.default", "_weight_norm.default", "isclose.default", "allclose.default",
         ),
         _promoted,
     ),
