@@ -334,3 +334,10 @@ def test_a_step_that_fails_inside_the_optimizer_leaves_weights_and_state() -> No
     with pytest.raises(ValueError, match="no disk"):
         amp.step(amp_closure(amp, x, y))
     assert_same(everything(amp), before)
+
+
+def test_a_first_step_that_is_taken_back_is_called_no_loaded_state(caplog: pytest.LogCaptureFixture) -> None:
+    model, (x, y) = Net(has_batch_norm=False), batch()
+    amp = mezzo.prepare(model, lbfgs(model.parameters()), "bf16-master")
+    assert amp.step(closure_of(amp, lambda: mse(amp.model(x), y) * INF)).reason == "loss"
+    assert not any("begins anew" in message for message in caplog.messages)

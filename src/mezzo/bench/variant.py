@@ -86,10 +86,9 @@ class Variant:
             return f"the memory of {device.type} has an allocator of its own, which keeps it anyway"
         if self.optimizer == "flashoptim" and device.type != "cuda":
             return f"flashoptim has kernels for CUDA devices alone, and this one is {device.type}"
-        for package in (module.partition(".")[0] for module in self.imports):
-            if util.find_spec(package) is None:
-                return f"{package} is not installed; pip install {package}"
-        return ""
+        packages = (module.partition(".")[0] for module in self.imports)
+        missing = next((package for package in packages if util.find_spec(package) is None), "")
+        return f"{missing} is not installed; pip install {missing}" if missing else ""
 
     def why_no_training(self, optimizer: str) -> str:
         """Return why this variant cannot train with a kind of optimizer, or nothing if it can."""

@@ -284,7 +284,5 @@ def _rms_norm(
 
 def _own_dtype(module: nn.Module) -> torch.dtype:
     """Return the dtype the module's own weights can meet: theirs if it is a 16-bit one, else fp32."""
-    for parameter in own_parameters(module).values():
-        if parameter is not None and parameter.dtype in LOW_DTYPES:
-            return parameter.dtype
-    return torch.float32
+    own = own_parameters(module).values()
+    return next((p.dtype for p in own if p is not None and p.dtype in LOW_DTYPES), torch.float32)

@@ -24,10 +24,8 @@ def first_entry(module: nn.Module) -> ParameterEntry | None:
     for name, parameter in own.items():
         if parameter is not None:
             return own, name
-    for child in own_modules(module).values():
-        if child is not None and (found := first_entry(child)) is not None:
-            return found
-    return None
+    of_children = (first_entry(child) for child in own_modules(module).values() if child is not None)
+    return next((found for found in of_children if found is not None), None)
 
 
 def largest_matrix(module: nn.Module) -> int:

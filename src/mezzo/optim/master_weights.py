@@ -210,6 +210,15 @@ class MasterWeights(HasMasters):
         Writes: state, options of the groups; the weights, where a conversion rounds their masters anew.
         Syncs: as the inner optimizer does.
         """
+        if self.put_back(state_dict):
+            _log.warning(
+                "the state that was loaded has masters and nothing else: %s begins anew. If its run had taken steps, as torch.distributed.checkpoint "
+                "leaves unread what an optimizer that has not stepped yet does not have, save and load amp.state_dict() instead",
+                type(self.inner).__name__,
+            )
+
+    def put_back(self, state_dict: dict[str, Any]) -> bool:
+        """Load a state as `load_state_dict` does; return whether it has masters and lacks what the inner optimizer would have after a step."""
         check_saved(f"state of {type(self).__name__}", state_dict, self)
         state_dict = keep_masters(self, state_dict)
         saved: dict[Any, Any] = state_dict["state"]
@@ -238,13 +247,8 @@ class MasterWeights(HasMasters):
         for p in [p for p in params if self.masters.mode == "stochastic" and "rounding_step" in params[p]]:
             self.masters.count = params[p]["rounding_step"].to(p.device).clone()
         has_moments = any(group.get("momentum", 1.0) != 0 for group in saved_groups)  # plain SGD has none
-        if params and has_moments and not any(isinstance(index, int) for index in rest):
-            _log.warning(
-                "the state that was loaded has masters and nothing else: %s begins anew. If its run had taken steps, as torch.distributed.checkpoint "
-                "leaves unread what an optimizer that has not stepped yet does not have, save and load amp.state_dict() instead",
-                type(self.inner).__name__,
-            )
         take_masters_(self, params)
+        return bool(params) and has_moments and not any(isinstance(index, int) for index in rest)
 
     def _indices(self) -> dict[Tensor, int]:
         return {p: index for index, p in enumerate(parameters(self))}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -38,7 +38,7 @@ def _remember(optimizer: Optimizer) -> Callable[[], None]:
     def put_back() -> None:
         for p, value in weights.items():
             p.copy_(value)
-        optimizer.load_state_dict(state)
+        getattr(optimizer, "put_back", optimizer.load_state_dict)(state)
 
     return put_back
 
@@ -137,10 +137,8 @@ def _evaluate_again(engine: Engine, optimizer: Optimizer, closure: Closure, scal
         return loss
 
     try:
-        with engine.stepping():
+        with suppress(_Void), engine.stepping():
             optimizer.step(evaluate)
-    except _Void:
-        pass
     finally:
         put_back()
 

@@ -213,7 +213,5 @@ class ModuleStack:
                     local = local_tensor(unwrapped(held))
                     if local.layout is torch.strided and storage_id(local) == key:
                         return f"{kind} {uncompiled(name)}"
-        for name, held in self.inputs:
-            if held.layout is torch.strided and storage_id(held) == key:
-                return name
-        return ""
+        inputs = ((name, held) for name, held in self.inputs if held.layout is torch.strided)
+        return next((name for name, held in inputs if storage_id(held) == key), "")

@@ -281,8 +281,7 @@ def load_tokenizer(name: str | Path) -> Any:
         from transformers import AutoTokenizer
 
         check_reachable(name)
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    return tokenizer
+        return AutoTokenizer.from_pretrained(name)
 
 
 def encode(tokenizer: Any, texts: Sequence[str], max_length: int) -> list[list[int]]:
