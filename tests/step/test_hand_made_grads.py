@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -158,3 +159,24 @@ def test_updates_by_hand_have_true_gradients_or_none(policy: str) -> None:
 def outside(amp: mezzo.Stepper) -> None:
     with amp.external_backward():
         amp.scaled(amp.model(torch.ones(3, 4)).sum()).backward()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ((torch.ones(8, 1),), r"amp\.grad\(\) takes outputs, inputs, .*write amp\.grad\(\(outputs \* grad_outputs\)\.sum\(\), inputs\)"),
+        ({"grad_outputs": torch.ones(8, 1)}, r"'grad_outputs': write amp\.grad\(\(outputs \* grad_outputs\)\.sum\(\), inputs\)\."),
+        ({"only_inputs": True}, r"'only_inputs': leave it out\."),
+        ({"materialize_grads": True}, r"'materialize_grads': write allow_unused=True, "),
+        ((), r"not fp32\[8, 1\]\. Write outputs\.sum\(\), or \(outputs \* grad_outputs\)\.sum\(\)\."),
+    ],
+)  # fmt: skip
+def test_a_penalty_as_torch_writes_it_is_told_how(given: Any, words: str) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 1), torch.randn(8, 4, requires_grad=True)
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32, scaling=256")
+    args, named = ((), given) if isinstance(given, dict) else (given, {})
+    with pytest.raises(StepError, match=words):
+        amp.grad(model(x), x, *args, **named)
+    (want,) = torch.autograd.grad(model(x), x, torch.ones(8, 1))
+    assert torch.equal(amp.grad(model(x).sum(), x)[0], want)

@@ -236,7 +236,7 @@ def without(flag: Flag, other: Flag) -> Flag:
     return flag and other == 0
 
 
-def _instead(loss: object) -> str:
+def _instead(loss: object, call: str) -> str:
     if hasattr(loss, "loss"):
         return "Hand over output.loss."
     if isinstance(loss, Mapping):
@@ -247,7 +247,7 @@ def _instead(loss: object) -> str:
         return "Hand over the tensor that the loss function returned, before .item(), float() or .numpy()."
     if not loss.dtype.is_floating_point:
         return "Counts and other whole or complex numbers have no gradient: write a loss of real numbers."
-    return "Write loss.mean()."
+    return "Write loss.mean()." if "loss" in call else "Write outputs.sum(), or (outputs * grad_outputs).sum()."
 
 
 _ORDER = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -257,7 +257,7 @@ def check_loss(loss: Tensor, wanted: torch.dtype, call: str = "backward(loss)") 
     """Refuse, by a StepError that names the call, a loss that gives no true gradients: not one number, without graph, or of a narrower dtype than is `wanted`. Host only."""
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.dtype.is_floating_point:
         what = f"{dtype_name(loss.dtype)}{list(loss.shape)}" if isinstance(loss, Tensor) else kind_of(loss)
-        raise StepError(f"{call} takes one floating number with its graph, not {what}. {_instead(loss)}")
+        raise StepError(f"{call} takes one floating number with its graph, not {what}. {_instead(loss, call)}")
     if loss.is_meta:
         raise StepError(
             f"{call} was given a loss on the meta device, where nothing has values: the model was moved there after "

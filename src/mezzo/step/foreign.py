@@ -50,11 +50,15 @@ ARGUMENTS = {
     **dict.fromkeys(("lr_scheduler", "scheduler"), "write amp.on_applied(scheduler.step)"),
     "error_if_nonfinite": "leave it out, since gradients that are not finite make the step be skipped",
     "gradient": "write amp.backward((outputs * gradient).sum())",
+    "grad_outputs": "write amp.grad((outputs * grad_outputs).sum(), inputs)",
+    "materialize_grads": "write allow_unused=True, which gives zeros for inputs that were not used",
+    "only_inputs": "leave it out",
     "scaler": _SCALES,
     "strict": "a checkpoint is taken whole. Write amp.model.load_state_dict(weights, strict=False) for a part; masters follow",
 }
 """What to write for arguments that other libraries have."""
 OF_BACKWARD = ARGUMENTS | {"": " For loss.backward(gradient) write amp.backward((loss * gradient).sum())."}
+OF_GRAD = ARGUMENTS | {"": f" For grad_outputs {ARGUMENTS['grad_outputs']}."}
 _CLIP = "amp.step() divides gradients by the loss scale. Clip with amp.step(max_norm=...) or amp.step(clip_value=...), and edit gradients inside `with amp.unscaled_grads():`."
 _SAVE = "Write torch.save(amp.state_dict(), path), and amp.load_state_dict(torch.load(path))."
 ELSEWHERE = {

@@ -19,7 +19,7 @@ from ..optim import stepped_optimizer
 from .capture import CapturedStep, P, R
 from .capture_rules import refuse_in_graph
 from .closure import step_by_closure
-from .foreign import ARGUMENTS, ELSEWHERE, OF_BACKWARD
+from .foreign import ARGUMENTS, ELSEWHERE, OF_BACKWARD, OF_GRAD
 from .grad_passes import check_flags, check_inputs
 from .prepared_run import PreparedRun
 from .result import StepResult
@@ -139,6 +139,7 @@ class Stepper(PreparedRun):
         inputs = None if inputs is None else check_inputs("amp.backward(loss)", inputs)
         self._engine.backward(loss, retain_graph, create_graph, inputs)
 
+    @answers_misfits("amp.grad()", OF_GRAD)
     def grad(
         self,
         outputs: Tensor,
