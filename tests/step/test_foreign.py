@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from tests.step.test_advice import X, adamw, net, train
@@ -104,3 +107,57 @@ def test_a_cross_entropy_of_rounded_probabilities_names_the_logits_variant(
         loss_and_told(Judge(), f"{policy}, op:sigmoid=fp32", caplog),
     ):
         assert advised == (pytest.approx(right, rel=4 * eps), [])
+
+
+class SharpnessAware(torch.optim.Optimizer):
+    """In two halves, as it is published: the second one is a step of the optimizer inside."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, options)
+        self.base_optimizer = torch.optim.SGD(self.param_groups, **options)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["old"] = p.data.clone()
+            p.add_(0.01 * p.grad.sign())
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.data = self.state[p]["old"]
+        self.base_optimizer.step()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        assert closure is not None
+        self.first_step()
+        with torch.enable_grad():
+            closure()
+        self.second_step()
+
+
+@pytest.mark.parametrize("policy", ["bf16-master", "fp16, scaling=1024", "fp16-master, scaling=1024"])
+def test_an_optimizer_inside_of_a_prepared_one_is_told_to_be_stepped_by_it(policy: str) -> None:
+    model = net()
+    amp = mezzo.prepare(model, SharpnessAware(model.parameters(), lr=0.1), policy)
+    sharp = next(
+        one for one in (amp.optimizers[0], getattr(amp.optimizers[0], "inner", None)) if hasattr(one, "first_step")
+    )
+
+    def closure() -> Tensor:
+        loss = F.mse_loss(model(X), X)
+        amp.backward(loss)
+        return loss
+
+    first = float(closure().detach())
+    sharp.first_step()
+    closure()
+    with pytest.raises(StepError, match=r"SharpnessAware was, and steps it: write amp\.step\(closure\)"):
+        sharp.second_step()
+    for _ in range(5):
+        amp.zero_grad()
+        closure()
+        assert amp.step(closure)
+    assert float(F.mse_loss(model(X), X).detach()) < first

@@ -330,9 +330,7 @@ def _dtypes(name: str, mode: Master, weight: torch.dtype) -> tuple[torch.dtype, 
     if name == "weight":
         low: tuple[torch.dtype, ...] = (torch.bfloat16,) if mode == "split" else tuple(LOW_DTYPES)
         return (torch.float32, torch.float64) if mode == "none" else low
-    if name == AUX_STATE.get(mode):
-        return (aux_dtype(mode, weight) or weight,)
-    return _FLOATS
+    return (aux_dtype(mode, weight) or weight,) if name == AUX_STATE.get(mode) else _FLOATS
 
 
 def misplaced(tensor: Tensor, weight: Tensor) -> str:

@@ -177,19 +177,22 @@ def refuse_stranger(
     held = [(p, grad, stamps.get(id(p))) for p in parameters(optimizer) if (grad := p.grad) is not None]
     scaled = [p for p, grad, stamp in held if stamp is not None and stamp.is_current(grad)]
     kind = type(optimizer)
+    instead = "Give every optimizer to mezzo.prepare(model, [...]), and write amp.step(optimizer=...) for one of them"
+    for outer in map(wrapped_optimizer, prepared):
+        if any(part is optimizer for part in vars(outer).values()):
+            instead = f"{type(outer).__name__} was, and steps it: write amp.step(closure), or amp.step() where it takes no closure"
     if scaled:
         raise StepError(
             f"{kind.__name__}.step() was called on the gradients of {listed([names.get(p, 'a parameter') for p in scaled])}, "
-            "which carry the loss scale, and this optimizer was not prepared. Give every optimizer to mezzo.prepare(model, [...]), "
-            "and write amp.step(optimizer=...) for one of them."
+            f"which carry the loss scale, and this optimizer was not prepared. {instead}."
         )
     low = [p for p, *_ in held if p in names and p.dtype in LOW_DTYPES]
     kept = {p for one in prepared for p in parameters(one)} if low else set()
     if stepped := [names[p] for p in low if p in kept]:
         raise StepError(
             f"{kind.__name__}.step() was called on {listed(stepped)}, stored in {dtype_name(low[0].dtype)}, of which prepared "
-            "optimizers keep what 16 bit cannot hold, and this optimizer was not prepared: it would round its updates away. Give every "
-            "optimizer to mezzo.prepare(model, [...]), and write amp.step(optimizer=...) for one of them; or call amp.release() first."
+            "optimizers keep what 16 bit cannot hold, and this optimizer was not prepared: it would round its updates away. "
+            f"{instead}; or call amp.release() first."
         )
     if low and kind.__module__.startswith("torch.optim") and optimizer not in _named:
         _named.add(optimizer)

@@ -221,14 +221,13 @@ def _row(what: str, found: Sequence[Found]) -> list[StateRow]:
 
 
 def _nbytes(tensor: Tensor) -> int:
+    parts = [tensor]
     if tensor.is_sparse:
         parts = [sparse_values(tensor), sparse_indices(tensor)]
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         parts = [tensor.values(), tensor.crow_indices(), tensor.col_indices()]
     elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         parts = [tensor.values(), tensor.ccol_indices(), tensor.row_indices()]
-    else:
-        parts = [tensor]
     return sum(part.nbytes for part in parts)
 
 
