@@ -131,6 +131,24 @@ def test_a_prepared_model_says_what_to_write(function: Callable[[Tensor], Tensor
     assert fix in str(caught.value)
 
 
+ROW = torch.zeros(400, dtype=torch.long)
+SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "index_add_": lambda target, source: target.index_add_(0, ROW, source),
+    "scatter_add_": lambda target, source: target.scatter_add_(0, ROW[:, None], source),
+    "scatter_reduce_": lambda target, source: target.scatter_reduce_(0, ROW[:, None], source, "sum"),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_into_16_bit_is_told_where_it_keeps_more(name: str) -> None:
+    """As messages summed for a node of a graph: bf16 loses ones from 256 on, the target that the advice makes does not."""
+    source, target = torch.ones(400, 1), torch.zeros(1, 1, dtype=torch.bfloat16)
+    with pytest.raises(CastError, match=r"make that as wide, target\.to\(source\.dtype\)"), mezzo.autocast("cpu"):
+        SUMS[name](target, source)
+    with mezzo.autocast("cpu"):
+        assert SUMS[name](target.to(source.dtype), source).item() == 400
+
+
 def test_an_error_about_integers_is_not_called_a_matter_of_casting() -> None:
     with pytest.raises(RuntimeError) as caught, mezzo.autocast("cpu"):
         torch.nn.functional.nll_loss(torch.randn(2, 3), torch.zeros(2))

@@ -234,9 +234,7 @@ def cast_key(weight: Tensor, bias: Tensor | None) -> tuple[object, ...] | None:
     own = (low, stream_number(device), weight_casts.generation, *_mark(weight))
     if bias is None:
         return own
-    if type(bias) is not Parameter or bias.is_inference():
-        return None
-    return (*own, *_mark(bias))
+    return None if type(bias) is not Parameter or bias.is_inference() else (*own, *_mark(bias))
 
 
 def _mark(weight: Tensor) -> tuple[int, weakref.ref[Tensor], int, int]:

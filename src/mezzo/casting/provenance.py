@@ -107,7 +107,8 @@ def _fix(error: BaseException, op: str | None, values: Iterable[object], *, cast
         if words.search(said):
             return advice
     if op is not None and (op.endswith("_") or op == "__setitem__"):
-        return "An op in place keeps the dtype of what it writes into: cast what is written, source.to(target.dtype)."
+        wide = "make that as wide, target.to(source.dtype), or " if op.endswith(("_add_", "_reduce_")) else ""
+        return f"An op in place keeps the dtype of what it writes into: {wide}cast what is written, source.to(target.dtype)."
     is_missing = _NO_KERNEL.search(said) is not None
     if op not in known_ops() or not casts:
         return f"Cast its inputs{' to fp32, x.float()' if is_missing else ' to one dtype, x.to(other.dtype)'}."
