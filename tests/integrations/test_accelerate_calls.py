@@ -47,6 +47,17 @@ def test_a_policy_is_given_by_name(policy: Any) -> None:
         Accelerator(policy, cpu=True)
 
 
+def test_its_scaler_says_the_loss_scale_as_that_of_accelerate() -> None:
+    accelerator, model = Accelerator(cpu=True, policy="fp16, scaling.init_scale=1024"), loops.make_model()
+    with pytest.raises(StepError, match=r"there is no stepper.*accelerator\.prepare\(model, optimizer\)"):
+        accelerator.scaler.get_scale()
+    model, optimizer = accelerator.prepare(model, loops.make_optimizer(model)[0])
+    assert accelerator.scaler.get_scale() == 1024
+    accelerator.backward(model(loops.make_data().tensors[0]).sum() * float("inf"))
+    optimizer.step()
+    assert accelerator.scaler.get_scale() == accelerator.stepper.scale
+
+
 def test_a_step_that_is_to_clip_is_told_what_clips() -> None:
     accelerator, model = Accelerator(cpu=True, policy="bf16"), loops.make_model()
     model, optimizer = accelerator.prepare(model, loops.make_optimizer(model)[0])

@@ -21,9 +21,8 @@ ParameterEntry = tuple[Mapping[str, nn.Parameter | None], str]
 def first_entry(module: nn.Module) -> ParameterEntry | None:
     """Return where the first of a module's parameters stands; None if it has none. Host only."""
     own = own_parameters(module)
-    for name, parameter in own.items():
-        if parameter is not None:
-            return own, name
+    if (name := next((name for name, parameter in own.items() if parameter is not None), None)) is not None:
+        return own, name
     of_children = (first_entry(child) for child in own_modules(module).values() if child is not None)
     return next((found for found in of_children if found is not None), None)
 

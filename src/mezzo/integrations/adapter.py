@@ -273,6 +273,10 @@ class Adapter:
     def _translated(self, text: str) -> str:
         return reduce(lambda text, call: text.replace(*call), self.words.items(), text)
 
+    def get_scale(self) -> float:
+        """Return the loss scale, as a scaler does; 1 without one. Raises: StepError: there is no stepper. Syncs: as `Stepper.scale`."""
+        return self.stepper.scale
+
     def state_dict(self) -> dict[str, Any]:
         """Return what the run knows beside weights and optimizers, which the framework saves; what was loaded, if nothing is trained. Syncs: yes."""
         return self.stepper.state_dict(weights=False) if self.trains else dict(self._saved)
@@ -280,8 +284,7 @@ class Adapter:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` or a scaler's returned, as soon as something is trained. {}: nothing was."""
         if isinstance(state, Mapping) and "_growth_tracker" in state:
-            named = (("scale", "scale"), ("_growth_tracker", "growth_tracker"))
-            scaling = {own: state[name] for name, own in named if name in state}
+            scaling = {name.lstrip("_"): state[name] for name in ("scale", "_growth_tracker") if name in state}
             state = {"format": 1, "policy": None, "scaling": scaling, "counters": None}
         if self.trains and state != {}:
             self.stepper.load_state_dict(state)
