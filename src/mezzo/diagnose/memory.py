@@ -115,11 +115,9 @@ def size(count: float) -> str:
 
 def _outline(model: nn.Module, policy: Policy, is_trained: bool) -> nn.Module:
     """Return a copy of a model without memory, its weights stored as `prepare` would store them."""
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
     for p in model.parameters():
         memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-    for b in model.buffers():
-        memo[id(b)] = torch.empty_like(b, device="meta")
     outline = copied(model, memo)
     bind(outline, policy, "region")
     trained = [p for p in outline.parameters() if p.requires_grad]

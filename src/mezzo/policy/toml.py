@@ -31,8 +31,7 @@ _T = TypeVar("_T")
 def to_document(policy: PolicyFields) -> dict[str, object]:
     """Return the policy in plain form, every field written out; see `Policy.to_dict`."""
     document: dict[str, object] = {"version": VERSION}
-    for name in FIELDS:
-        document[name] = spelling.plain(name, getattr(policy, name))
+    document |= {name: spelling.plain(name, getattr(policy, name)) for name in FIELDS}
     document["ops"] = policy.op_rules.table
     document["op_rules"] = [spelling.write_op_rule(op, rule) for op, rule in policy.op_rules.edits]
     document["modules"] = [spelling.write_module_rule(rule) for rule in policy.modules]

@@ -52,9 +52,8 @@ def epoch_batches(lengths: Sequence[int], batch_size: int, *, seed: int, epoch: 
     """
     generator = torch.Generator().manual_seed((seed << 20) + epoch)
     order = torch.randperm(len(lengths), generator=generator).tolist()
-    batches = []
-    for pool in _chunks(order, batch_size * POOL_BATCHES):
-        batches += _chunks(sorted(pool, key=lengths.__getitem__), batch_size)
+    pools = [sorted(pool, key=lengths.__getitem__) for pool in _chunks(order, batch_size * POOL_BATCHES)]
+    batches = [batch for pool in pools for batch in _chunks(pool, batch_size)]
     return [batches[index] for index in torch.randperm(len(batches), generator=generator).tolist()]
 
 
