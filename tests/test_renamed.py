@@ -52,6 +52,7 @@ def test_a_word(use: Callable[[], object], word: str) -> None:
         ("DynamicScale", "mezzo.GradScaler"), ("ShardedGradScaler", "mezzo.GradScaler"), ("AdamW8bit", "keep the optimizer"),
         ("DebugUnderflowOverflow", "mezzo doctor"), ("NanDetector", "mezzo doctor"), ("check_numerics", "mezzo doctor"),
         ("enable_operator_stats_collection", "mezzo.diagnose.explain"), ("DTypePolicy", "mezzo.prepare"), ("cast_model", "mezzo.prepare"),
+        ("network_to_half", "mezzo.prepare"), ("prep_param_lists", "mezzo.prepare"), ("get_policy", "mezzo.prepare"), ("setup", "amp.backward"),
     ],
 )  # fmt: skip
 def test_a_name_of_another_library(name: str, word: str) -> None:
