@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ..errors import StepError
 from ..formats import describe
 from ..loss_scale import StepScaling, parameters
+from ..optim import MasterWeights
 from .engine import Engine
 from .grad_passes import clamp_
 from .gradients import OptimizerGrads
@@ -38,7 +39,7 @@ def _remember(optimizer: Optimizer) -> Callable[[], None]:
     def put_back() -> None:
         for p, value in weights.items():
             p.copy_(value)
-        getattr(optimizer, "put_back", optimizer.load_state_dict)(state)
+        (optimizer.put_back if isinstance(optimizer, MasterWeights) else optimizer.load_state_dict)(state)
 
     return put_back
 

@@ -21,9 +21,7 @@ Batch = tuple[Tensor, Tensor]
 
 def make_model(in_size: int, out_size: int, num_layers: int) -> nn.Sequential:
     """Return `num_layers` linear layers, all but the last followed by ReLU; fp32 on the CPU."""
-    layers: list[nn.Module] = []
-    for _ in range(num_layers - 1):
-        layers += [nn.Linear(in_size, in_size), nn.ReLU()]
+    layers = [layer for _ in range(num_layers - 1) for layer in (nn.Linear(in_size, in_size), nn.ReLU())]
     return nn.Sequential(*layers, nn.Linear(in_size, out_size))
 
 
