@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import mezzo
 from mezzo.distributed import fully_shard, load_checkpoint, save_checkpoint
+from mezzo.errors import StepError
 
 pytestmark = pytest.mark.distributed
 
@@ -92,3 +93,26 @@ def _extended(rank: int, world: int, is_watched: bool) -> list[Tensor]:
 def test_a_sharded_run_gets_a_group_and_is_watched_from_an_evaluation_on() -> None:
     (found, _), (wanted, _) = run(2, _extended, True), run(2, _extended, False)
     assert all(map(torch.equal, found, wanted))
+
+
+def _released(rank: int, world: int, policy: str) -> tuple[str, list[Tensor]]:
+    net = _net(policy)
+    amp = _prepared(net, policy, [*net.parameters()])
+    amp.backward(net(torch.ones(4, 6)).float().square().mean())
+    said = ""
+    try:
+        amp.release()
+    except StepError as error:
+        said = str(error)
+    else:
+        return said, [p.detach().full_tensor() for p in net.parameters()]  # type: ignore[attr-defined]
+    assert amp.step()  # the gradients are still there, and so is the stepper
+    weights = amp.export_weights()
+    return said, [p.full_tensor() for p in weights.values()]  # type: ignore[attr-defined]
+
+
+def test_sharded_16_bit_weights_are_exported_and_not_released() -> None:
+    """torch gathers weights in the dtype that they had in the first forward, so fp32 ones would end the next forward in its words."""
+    (plain, kept), (said, exported) = run(2, _released, "fp32")[0], run(2, _released, "bf16-master")[0]
+    assert not plain and "amp.export_weights()" in said and "fully_shard" in said
+    assert all(weight.dtype is torch.float32 for weight in (*kept, *exported))

@@ -26,7 +26,7 @@ from .foreign import AverageByHand, is_call, warn_of_average
 from .forward_hook import ForwardHook, weakly
 from .guard import Counters
 from .recovery import check_demotion
-from .release import Released, release_
+from .release import Released, refuse_sharded, release_
 from .report import StateReport, refuse_differing
 from .update import forbid_direct_steps
 
@@ -208,10 +208,14 @@ class PreparedRun:
         Weights with masters become fp32 and take the masters' values, those trained in fp32 stay so; others go back to the dtype they had. Gradients
         are dropped, moments stay. Every later call of this stepper raises. With a ZeroRedundancyOptimizer, call it on all ranks.
 
+        Raises:
+            StepError: `fully_shard` holds weights in 16 bit.
+
         Writes: classes, forward and storage of the model; state and hooks of the optimizers. Syncs: with the last step.
         """
-        self._engine.drop(set_to_none=True)
         original = self._engine.original
+        refuse_sharded(self.model, self.optimizers, original)
+        self._engine.drop(set_to_none=True)
         release_(self.model, self.optimizers, original)
         self._engine.load_hooks.remove()  # last: masters follow what is loaded where memory ran out before
         self.optimizers = original.optimizers

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..binding import innermost, store_, unbind
-from ..distributed import disconnect
+from ..distributed import disconnect, sharded_modules
 from ..errors import StepError
 from ..formats import LOW_DTYPES, dtype_name
 from ..kernels import local
@@ -101,6 +101,17 @@ def _give_grad_dtypes_back(dtypes: Mapping[Tensor, torch.dtype | None]) -> None:
     for p, dtype in dtypes.items():
         if p.grad_dtype is not dtype:
             p.grad_dtype = dtype
+
+
+def refuse_sharded(model: nn.Module, optimizers: Sequence[Optimizer], was: Original) -> None:
+    """Raise a StepError where `fully_shard` gathers weights in 16 bit, as it goes on to do, that a release stores in fp32. Host only."""
+    has_masters = any(keeps_masters(local_optimizer(optimizer)) for optimizer in optimizers)
+    is_stored_anew = any(p.dtype in LOW_DTYPES if has_masters else p.dtype is not was.dtypes[p][0] for p in was.dtypes)
+    if is_stored_anew and sharded_modules(innermost(model)):
+        raise StepError(
+            "amp.release() would store 16-bit weights in fp32, and fully_shard goes on to gather them in 16 bit. Write weights = "
+            "amp.export_weights() on every rank, build the model anew, and load them into it."
+        )
 
 
 @torch.no_grad()
