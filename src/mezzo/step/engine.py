@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from .._torch import is_capturing
 from ..binding import Binding, convert_, innermost, rebind, record, set_grad_dtype_, warn_of_replaced
 from ..distributed import RankConsensus, Signals, Wrapper, is_running, refuse_joining, reshard_
-from ..errors import StepError, StoppedRun
+from ..errors import StepError
 from ..formats import LOW_DTYPES
 from ..kernels import any_dtensor, is_dtensor, norm_and_finite
 from ..loss_scale import LossScale, OneThread, ask_before_steps, is_bad
@@ -153,37 +153,33 @@ class Engine:
         """Whether the host must run the next step: it is looked at, or kept in case it is bad again. Syncs: no."""
         return self._is_due or self.guard.may_stop or self.guard.state.wants_probe
 
-    def check(self, unread: int = 0) -> None:
+    def check(self, unread: int = 0, *, before_step: bool = False) -> None:
         """Stop the run if an earlier step showed that it cannot go on: on every rank, whichever saw it; but for the `unread` last ones.
 
-        Raises: StoppedRun: see `Stepper.step`. Syncs: with the last step, or the last that must be known.
+        Raises: StoppedRun: see `Stepper.step`. Writes: if it raises `before_step`, the step in the making, which then leaves no
+        trace: gradients, and buffers that its forward wrote. Syncs: with the last step, or the last that must be known.
         """
-        stop = self._stop(unread)
-        if stop is not None:
-            raise self.recovery.explained(stop, self.consensus)
+        state = self.guard.poll(unread)
+        if state is None:
+            if not self.replay.is_idle:
+                self.replay.forget()
+            return
+        stop = self.recovery.stop(state, self.consensus)
+        if stop is None:
+            return
+        if before_step:
+            if self.policy.guard.restore_buffers:
+                self.buffers.settle(True)
+            self.gradients.zero(set_to_none=True)
+        raise self.recovery.explained(stop, state.skip, self.consensus)
 
     def check_before_step(self) -> None:
-        """Do as `check`; the step in the making, which is not taken, then leaves no trace.
-
-        Writes: if it raises, gradients, and buffers that the forward of this step wrote.
-        """
+        """Do as `check`, where nobody captures a graph, with sharded weights as optimizers hold them."""
         self.refuse_capture("amp.step()")
         if self.gradients.has_dtensors:
             reshard_(self.root)
             self.names.refresh()
-        stop = self._stop()
-        if stop is not None:
-            if self.policy.guard.restore_buffers:
-                self.buffers.settle(True)
-            self.gradients.zero(set_to_none=True)
-            raise self.recovery.explained(stop, self.consensus)
-
-    def _stop(self, unread: int = 0) -> StoppedRun | None:
-        if (state := self.guard.poll(unread)) is not None:
-            return self.recovery.stop(state, self.consensus)
-        if not self.replay.is_idle:
-            self.replay.forget()
-        return None
+        self.check(before_step=True)
 
     def drop(self, set_to_none: bool) -> None:
         """Drop gradients, and buffers that came out not finite in the step they belong to; see `Stepper.zero_grad`."""

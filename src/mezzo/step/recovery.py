@@ -59,7 +59,6 @@ class Recovery:
         self.guard = Guard(policy.guard, policy.scaling, nonfinite, _flush_floor(policy, gradients))
         self.replay = Replay(model)
         self._model, self._gradients, self._buffers, self._loss_scale = model, gradients, buffers, loss_scale
-        self._skip: StepFlags[float] | None = None
         self.clip = Clip()
 
     def keep(
@@ -84,7 +83,6 @@ class Recovery:
 
         All ranks say so together, whichever saw it.
         """
-        self._skip = state.skip
         if not state.is_troubled:
             self.replay.forget()
         stop = state.stop
@@ -104,11 +102,13 @@ class Recovery:
             )
         return stop
 
-    def explained(self, stop: StoppedRun, consensus: RankConsensus | None) -> StoppedRun:
-        """Return the error with what running the last batch again has shown. Syncs: at every op."""
-        if self._skip is None or not stop.is_batch_to_blame:
+    def explained(
+        self, stop: StoppedRun, skip: StepFlags[float] | None, consensus: RankConsensus | None
+    ) -> StoppedRun:
+        """Return the error with what running the last batch, which was skipped, again has shown. Syncs: at every op."""
+        if skip is None or not stop.is_batch_to_blame:
             return stop
-        found, rate = self._diagnosis(self._skip, consensus), self.rate_to_blame()
+        found, rate = self._diagnosis(skip, consensus), self.rate_to_blame()
         if found is None and not rate:
             return stop
         sentence, fix = ("", "") if found is None else (found.sentence, found.fix)
