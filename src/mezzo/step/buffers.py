@@ -47,13 +47,16 @@ class Buffers:
     statistics of batch norm are copied in every step, and so are buffers that one of the first forwards wrote behind the
     version counter's back, as `buffer.data.mul_(0.9)` does.
 
+    Args:
+        restores: whether a void step gives them back; else whatever was written stays.
+
     Attributes:
         slots: by the buffers' names; empty for a model without buffers, whose transactions need not be opened.
         registries: of each module's own buffers, where new ones turn up.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, *, restores: bool = True) -> None:
+        self._model, self._restores = model, restores
         self.slots: dict[str, Slot] = {}
         self._exempt: set[str] = set()
         self._used: list[_Forward] = []
@@ -111,6 +114,8 @@ class Buffers:
 
     def written(self) -> list[Tensor]:
         """Return the floating buffers that the step may have written and must be finite. Syncs: no."""
+        if not (self.slots and self._restores):
+            return []
         moved, unlike = self._find()
         self._found = None if self._left is None else (self._left, moved, unlike)
         names = self._exempt | unlike
@@ -125,7 +130,7 @@ class Buffers:
         found = self._found if self._found is not None and self._found[0] is self._left and self._is_left() else None
         moved, unlike = self._find() if found is None else found[1:]
         self._exempt |= unlike
-        if moved:
+        if moved and self._restores:
             restore_(moved, void)
         self._close()
 

@@ -62,7 +62,7 @@ class Engine:
         self.root = innermost(model)
         self.gradients = Gradients(model, self.optimizers, names, policy.loss, by_turns=skip == "independent")
         self.may_capture = self.gradients.home.type != "cpu"  # once: torch makes the text anew each time
-        self.buffers = Buffers(self.root)
+        self.buffers = Buffers(self.root, restores=policy.guard.restore_buffers)
         scaling, home = policy.scaling, self.gradients.home
         self.loss_scale = LossScale(scale=1.0) if scaling is None else LossScale.start(scaling, home)
         self.recovery = Recovery(self.root, binding, self.gradients, self.buffers, self.loss_scale, names)
@@ -168,8 +168,7 @@ class Engine:
         if stop is None:
             return
         if before_step:
-            if self.policy.guard.restore_buffers:
-                self.buffers.settle(True)
+            self.buffers.settle(True)
             self.gradients.zero(set_to_none=True)
         raise self.recovery.explained(stop, state.skip, self.consensus)
 
@@ -199,7 +198,7 @@ class Engine:
 
     def give_buffers_up(self) -> None:
         """End the step that its gradients were dropped of: only buffers that came out not finite are taken back."""
-        written = self.buffers.written() if self.policy.guard.restore_buffers else []
+        written = self.buffers.written()
         self.buffers.settle(is_bad(norm_and_finite(written).norm, self.gradients.home) if written else False)
 
     def backward(
@@ -318,8 +317,9 @@ class Engine:
     ) -> tuple[StepFlags[Any], StepResult]:
         """Say what is wrong with the gradients, if anything: known, or on the way to the host. Syncs: no."""
         pending = self.gradients.pending
-        written = self.buffers.written() if self.buffers.slots and self.policy.guard.restore_buffers else []
-        flags = check_grads(grads, pending, written, self._skip, self.consensus, len(self.optimizers), max_norm)
+        flags = check_grads(
+            grads, pending, self.buffers.written(), self._skip, self.consensus, len(self.optimizers), max_norm
+        )
         guard = self.guard
         stats = GradStats(
             params=[p for one in grads for p in one.params],
@@ -333,8 +333,7 @@ class Engine:
     def settle_buffers(self, flags: StepFlags[Any], skipped: Sequence[float] | None) -> None:
         """Close the step of the buffers: before the update, since copies of them may find no memory. Writes: those of a skipped step. Syncs: no."""
         if self.buffers.slots:
-            void = flags.void if skipped is None else any(skipped)
-            self.buffers.settle(void if self.policy.guard.restore_buffers else False)
+            self.buffers.settle(flags.void if skipped is None else any(skipped))
 
     def finish_step(
         self, grads: Sequence[OptimizerGrads], flags: StepFlags[Any], result: StepResult,

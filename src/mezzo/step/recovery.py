@@ -102,9 +102,7 @@ class Recovery:
             )
         return stop
 
-    def explained(
-        self, stop: StoppedRun, skip: StepFlags[float] | None, consensus: RankConsensus | None
-    ) -> StoppedRun:
+    def explained(self, stop: StoppedRun, skip: StepFlags[float] | None, consensus: RankConsensus | None) -> StoppedRun:
         """Return the error with what running the last batch, which was skipped, again has shown. Syncs: at every op."""
         if skip is None or not stop.is_batch_to_blame:
             return stop
