@@ -108,7 +108,8 @@ def step_by_closure(engine: Engine, closure: Closure, optimizer: Optimizer | Non
             f"step(closure) was given a closure for {len(chosen)} optimizers, which would evaluate it once each. "
             "Write amp.step(closure, optimizer=...)."
         )
-    engine.refuse_options(chosen[0], has_closure=True)
+    for one in engine.stepped_options(chosen[0]):
+        one.refuse_options(has_closure=True)
     guard = engine.policy.guard
     result = _attempt(engine, closure, chosen[0], clip)
     # The guard stops a run after that many; without it nothing else would.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -244,7 +245,8 @@ class Engine:
                 "step() was called without a closure, and the policy declares guard.on_overflow=retry, which computes "
                 "the loss again. Write amp.step(closure), or guard.on_overflow=skip."
             )
-        self.refuse_options(optimizer, has_closure=False)
+        for one in self.stepped_options(optimizer):
+            one.refuse_options(has_closure=False)
         if self.consensus is not None:
             self.find_ranks()
             self.consensus.wrapper.check_step()
@@ -257,9 +259,9 @@ class Engine:
         skipped = result.flags().skipped if flags.is_known or by_host else None
         self.settle_buffers(flags, skipped)
         is_due = self._is_due and not self.is_captured
-        before = unless_out_of_memory(lambda: look(grads, self.names), self.num_steps) if is_due else None
-        if before is not None and self.consensus is not None and self.consensus.has_parts:
-            before.raw_square = None  # the norm of the step is that of all ranks
+        has_parts = self.consensus is not None and self.consensus.has_parts
+        take_down = partial(look, grads, self.names, has_parts)
+        before = unless_out_of_memory(take_down, self.num_steps) if is_due else None
         pending, self.is_stepping = self.gradients.pending, True
         pending.broken = UNFINISHED  # which stays where Ctrl-C comes, until the step is closed
         try:
@@ -273,8 +275,9 @@ class Engine:
         if before is not None:
             self.check()
             warn_of_replaced(self.root)
-            given = before, grads, result.flags(), self.num_steps - 1, self.report, self.recovery.rate_to_blame
-            unless_out_of_memory(lambda: self._invariants.check(*given), self.num_steps - 1)
+            step = self.num_steps - 1
+            given = before, grads, result.flags(), step, self.report, self.recovery.rate_to_blame
+            unless_out_of_memory(partial(self._invariants.check, *given), step)
         return result
 
     def announce(self, optimizer: Optimizer | None, clip: Clip) -> None:
@@ -285,18 +288,16 @@ class Engine:
         if consensus.has_parts or not consensus.every:
             consensus.signals = Signals(lacks_scale=self.gradients.pending.lacks_scale)
             return
-        stepped = [one for one in self._stepped if optimizer is None or one.optimizer is optimizer]
+        stepped = self.stepped_options(optimizer)
         which = [f"optimizer={one.index}" for one in stepped if optimizer is not None]
         call = f"amp.step({', '.join((*which, *clip.spelled()))})"
         whole = [p for p in self.names if not is_dtensor(p)]
         lines = (call, *(line for one in stepped for line in one.lines()))
         consensus.signals = self.news.signals(lines, whole, consensus.num_steps)
 
-    def refuse_options(self, optimizer: Optimizer | None, *, has_closure: bool) -> None:
-        """Refuse what `SteppedOptions.refuse_options` does, of one optimizer or of all. Host only."""
-        for one in self._stepped:
-            if optimizer is None or one.optimizer is optimizer:
-                one.refuse_options(has_closure=has_closure)
+    def stepped_options(self, optimizer: Optimizer | None) -> list[SteppedOptions]:
+        """Return the options of the optimizer that a step is of, or of all. Host only."""
+        return [one for one in self._stepped if optimizer is None or one.optimizer is optimizer]
 
     @property
     def _is_due(self) -> bool:

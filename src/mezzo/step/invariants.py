@@ -59,8 +59,11 @@ class Before:
 
 
 @torch.no_grad()
-def look(grads: Sequence[OptimizerGrads], names: Mapping[Tensor, str]) -> Before:
-    """Take down what a step must keep or change; an OperandError where memory of it was freed. Syncs: no, but for rates that lie on a device."""
+def look(grads: Sequence[OptimizerGrads], names: Mapping[Tensor, str], has_parts: bool = False) -> Before:
+    """Take down what a step must keep or change; an OperandError where memory of it was freed. Syncs: no, but for rates that lie on a device.
+
+    With `has_parts` the ranks hold different weights, of which the norm of a step is that of all.
+    """
     params = {p: one.optimizer for one in grads for p in one.params}
     for p in params:
         check_memory(names[p], "weight", local(p), p)
@@ -68,7 +71,7 @@ def look(grads: Sequence[OptimizerGrads], names: Mapping[Tensor, str]) -> Before
         check_memory(names.get(p, "a parameter"), key, local(tensor), p)
     values_of = {p: values(local(p.grad)) for p in params if p.grad is not None}
     return Before(
-        raw_square=None if any(is_dtensor(p) for p in params) else _sum_of_squares(values_of.values()),
+        raw_square=None if has_parts or any(is_dtensor(p) for p in params) else _sum_of_squares(values_of.values()),
         sums=_sums(grads),
         rates=_rates(grads),
         samples={
