@@ -215,7 +215,9 @@ class Engine:
             self.consensus.wrapper.check_backward()
         for optimizer in self._joinable:
             refuse_joining(optimizer, "Join([optimizer])")
-        may_flush = self.guard.floor > 0 and inputs is None and not self.gradients.is_pending and self.replay.is_idle
+        may_flush = (
+            self.guard.flush_norm > 0 and inputs is None and not self.gradients.is_pending and self.replay.is_idle
+        )
         wants_probe = may_flush and self.guard.wants_probe(is_alone=self.consensus is None)
         try:
             with (

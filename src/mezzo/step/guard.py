@@ -96,22 +96,22 @@ def next_guard(
     suspects: Suspects,
     config: GuardConfig,
     scaling: ScalingConfig | None,
-    floor: float = 0.0,
+    flush_norm: float = 0.0,
 ) -> GuardState:
     """Return what the guard knows after one more step; suspects are asked only if it was skipped.
 
-    Below `floor`, a norm of the scaled gradients, most of them may have been flushed.
+    Below `flush_norm`, a norm of the scaled gradients, most of them may have been flushed.
     """
     if any(flags.skipped):
         return _after_skip(state, flags, suspects, config, scaling)
-    return _after_update(state, flags, config, scaling, floor)
+    return _after_update(state, flags, config, scaling, flush_norm)
 
 
 def _after_update(
-    state: GuardState, flags: StepFlags[float], config: GuardConfig, scaling: ScalingConfig | None, floor: float
+    state: GuardState, flags: StepFlags[float], config: GuardConfig, scaling: ScalingConfig | None, flush_norm: float
 ) -> GuardState:
     was = state.counters
-    is_small = config.enabled and _is_low(flags, floor)
+    is_small = config.enabled and _is_small(flags, flush_norm)
     is_flushed = config.enabled and flags.flushed > 0 and float(flags.grad_norm) == 0
     row = state.flushed_in_a_row + 1 if is_flushed else 0
     return GuardState(
@@ -124,9 +124,9 @@ def _after_update(
     )
 
 
-def _is_low(flags: StepFlags[float], floor: float) -> bool:
+def _is_small(flags: StepFlags[float], flush_norm: float) -> bool:
     norm = flags.grad_norm
-    return norm.is_at_most(floor, flags.scale) if isinstance(norm, LateNorm) else norm * flags.scale <= floor
+    return norm.is_at_most(flush_norm, flags.scale) if isinstance(norm, LateNorm) else norm * flags.scale <= flush_norm
 
 
 def _after_skip(
@@ -232,7 +232,7 @@ class Guard:
 
     Args:
         nonfinite_weights: counts inf and NaN in the parameters and buffers that a step may have read, by name, given whether one was taken before; asked only about a bad one.
-        floor: see `next_guard`.
+        flush_norm: see `next_guard`.
 
     Attributes:
         is_troubled: whether the last step that was read was skipped.
@@ -245,10 +245,10 @@ class Guard:
         config: GuardConfig,
         scaling: ScalingConfig | None,
         nonfinite_weights: Callable[[StepResult, bool], tuple[Mapping[str, int], Mapping[str, int]]],
-        floor: float = 0.0,
+        flush_norm: float = 0.0,
     ) -> None:
         self.config, self.scaling, self._nonfinite_weights = config, scaling, nonfinite_weights
-        self.floor = floor
+        self.flush_norm = flush_norm
         self._unread: list[StepResult] = []
         self.last_norm: LateNorm | float | None = None
         self.become(GuardState(next_scale=math.inf if scaling is None else scaling.init_scale))
@@ -313,7 +313,7 @@ class Guard:
         flags = result.flags()
         if flags.applied:
             self.last_norm = flags.grad_norm
-        if self._is_quiet and flags.applied and flags.flushed == 0 and not _is_low(flags, self.floor):
+        if self._is_quiet and flags.applied and flags.flushed == 0 and not _is_small(flags, self.flush_norm):
             del self._unread[0]
             self._uneventful += 1
             return
@@ -322,7 +322,7 @@ class Guard:
         suspects = Suspects(
             weights=lambda: unless_out_of_memory(look, was.seen) or ({}, {}), gradients=result.stats.nonfinite
         )
-        after = next_guard(self.state, flags, suspects, self.config, self.scaling, self.floor)
+        after = next_guard(self.state, flags, suspects, self.config, self.scaling, self.flush_norm)
         del self._unread[0]  # not before: what is interrupted is read again
         self.become(after)
         counters = self.state.counters

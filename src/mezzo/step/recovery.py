@@ -56,7 +56,7 @@ class Recovery:
         self.binding = binding
         untrained = {p: version_of(p) for p in _not_stepped(names, gradients)}
         nonfinite = partial(_nonfinite_weights, names, buffers, gradients, untrained)  # not a method: no cycle
-        self.guard = Guard(policy.guard, policy.scaling, nonfinite, _flush_floor(policy, gradients))
+        self.guard = Guard(policy.guard, policy.scaling, nonfinite, _flush_norm(policy, gradients))
         self.replay = Replay(model)
         self._model, self._gradients, self._buffers, self._loss_scale = model, gradients, buffers, loss_scale
         self.clip = Clip()
@@ -295,7 +295,7 @@ def _not_stepped(names: Mapping[Tensor, str], gradients: Gradients) -> list[Tens
     return [p for p in names if id(p) not in stepped]
 
 
-def _flush_floor(policy: Policy, gradients: Gradients) -> float:
+def _flush_norm(policy: Policy, gradients: Gradients) -> float:
     """Return the norm of scaled gradients below which fp16 may have flushed many of them; 0 where nothing is fp16."""
     dtypes = {policy.compute, policy.params, policy.grads, *(rule.precision for rule in policy.modules)}
     if torch.float16 not in dtypes:
