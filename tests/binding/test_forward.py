@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import mezzo
-from mezzo.binding import record
+from mezzo.binding import bound_of
 from mezzo.binding.forward import Binding, Bound
 
 
@@ -21,7 +21,7 @@ def prepared(policy: str = "bf16, output=none") -> nn.Module:
 
 @pytest.mark.parametrize("policy", ["bf16", "bf16, ops=mezzo"])
 def test_the_region_is_made_once(policy: str) -> None:
-    binding = record(prepared(policy)).binding  # type: ignore[union-attr]  # it is bound
+    binding = bound_of(prepared(policy)).binding  # type: ignore[union-attr]  # it is bound
     assert binding.region(None, traced=False) is binding.region(None, traced=False)
     assert binding.region(None, traced=True) is not binding.region(None, traced=False)
 
@@ -29,7 +29,7 @@ def test_the_region_is_made_once(policy: str) -> None:
 def test_a_copy_makes_its_own_region() -> None:
     model = prepared()
     model(torch.ones(1, 4))
-    one, other = (record(m).binding for m in (model, copy.deepcopy(model)))  # type: ignore[union-attr]
+    one, other = (bound_of(m).binding for m in (model, copy.deepcopy(model)))  # type: ignore[union-attr]
     assert one.region(None, traced=False) is not other.region(None, traced=False)
 
 

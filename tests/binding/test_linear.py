@@ -20,7 +20,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import mezzo
 from mezzo.binding import own_ops
-from mezzo.binding.forward import record
+from mezzo.binding.forward import bound_of
 from mezzo.binding.own_ops import run_convolution, run_linear
 from mezzo.formats import native_support
 from mezzo.kernels.ops import linear_training
@@ -271,7 +271,7 @@ def test_where_the_kernel_could_never_run_a_layer_is_torchs_without_a_detour(
     for unit in ("avx512_bf16", "amx_tile"):
         monkeypatch.setattr(torch.cpu, f"_is_{unit}_supported", lambda unit=unit: unit in units)
     model = prepared(nn.Sequential(nn.Linear(8, 8), nn.Conv2d(1, 1, 3)))
-    inner = [None if (bound := record(module)) is None else bound.inner for module in model.children()]
+    inner = [None if (bound := bound_of(module)) is None else bound.inner for module in model.children()]
     is_emulated = not units and torch.backends.cpu.get_cpu_capability() == "AVX512"
     has_pairs = units == {"avx512_bf16"}
     assert inner == [run_linear if has_pairs or is_emulated else None, run_convolution if has_pairs else None]

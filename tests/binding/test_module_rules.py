@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import mezzo
 from mezzo.binding import module_rules
-from mezzo.binding.forward import record
+from mezzo.binding.forward import bound_of
 from mezzo.errors import CastError
 
 
@@ -114,7 +114,7 @@ def test_a_rule_for_a_missing_kernel_fuses_nothing() -> None:
     with mock.patch.object(module_rules, "has_lstm_kernel", lambda dtype: False):
         for policy, fuses in (("fp16, modules=none", False), ("fp16", True), ("fp16, modules=none, LSTM=bf16", True)):
             amp = mezzo.prepare(copy.deepcopy(model), None, policy)
-            binding = record(amp.model).binding
+            binding = bound_of(amp.model).binding
             assert len(amp.policy.modules) >= 2 and binding.fuses is fuses
 
 

@@ -146,12 +146,12 @@ def test_a_state_that_leads_to_gradients_is_left_alone() -> None:
 
 
 def test_a_model_without_such_tensors_is_not_asked_again() -> None:
-    from mezzo.binding import record
+    from mezzo.binding import bound_of
 
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     mezzo.prepare(model, None, "bf16")
     model(torch.randn(2, 4))
-    assert record(model).wide is False  # type: ignore[union-attr]  # it is bound
+    assert bound_of(model).wide is False  # type: ignore[union-attr]  # it is bound
 
 
 def test_threads_that_run_one_model_at_once_leave_it_as_wide_as_it_was() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import mezzo
-from mezzo.binding import record
+from mezzo.binding import bound_of
 from mezzo.step.forward_hook import ForwardHook
 from mezzo.step.report import ParameterNames
 
@@ -62,7 +62,7 @@ def test_a_parameter_that_is_unfrozen_counts_where_it_is_stored_anew(policy: str
 def test_what_the_model_holds_does_not_keep_the_engine() -> None:
     model, optimizer = made()
     amp = mezzo.prepare(model, optimizer, "bf16")
-    before_forward = record(model).binding.before_forward  # type: ignore[union-attr]  # it is bound
+    before_forward = bound_of(model).binding.before_forward  # type: ignore[union-attr]  # it is bound
     del amp
     assert before_forward is not None and before_forward(model, (), {}) is None
 

@@ -13,7 +13,7 @@ from .bind import warn_of_replaced as warn_of_replaced
 from .forward import AfterForward as AfterForward
 from .forward import BeforeForward as BeforeForward
 from .forward import Binding as Binding
-from .forward import record as record
+from .forward import bound_of as bound_of
 from .module_rules import tensors_in as tensors_in
 from .module_rules import with_missing_kernels as with_missing_kernels
 from .storage import check_floats as check_floats

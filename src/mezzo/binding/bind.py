@@ -22,13 +22,13 @@ from ..distributed import class_names
 from ..errors import PolicyError
 from ..formats import LOW_DTYPES
 from ..policy import FP32_RULES, CacheName, Policy, names_around
-from .forward import RECORD, Binding, Bound, bound_class, enter_thread, record
+from .forward import BOUND, Binding, Bound, bound_class, bound_of, enter_thread
 from .hand_written import STATELESS, class_of
 from .module_rules import Precision
 from .own_ops import CALL_FORWARD, TRACED_AS_WRITTEN, in_place_of_forward
 
 _log = logging.getLogger("mezzo.binding")
-_WRITTEN = (RECORD, "forward")
+_WRITTEN = (BOUND, "forward")
 _warned: WeakSet[nn.Module] = WeakSet()  # modules whose forward was looked at since it was assigned
 
 
@@ -51,14 +51,14 @@ def bind(model: nn.Module, policy: Policy, cache: CacheName = "region") -> Bindi
         PolicyError: a required module rule matches nothing, a module that stands in two places of the model has
             different rules there, or a forward returns before its body has run.
 
-    Writes: the class and the record of every module. Syncs: no.
+    Writes: the class of every module, and its `Bound`. Syncs: no.
     """
     enter_thread()
     names = _names(model)
     policy.check_modules((fqn, class_names(module)) for module, fqns in names.items() for fqn in fqns)
     kinds = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
     binding = Binding(policy=policy, device_type=kinds.pop() if len(kinds) == 1 else None, cache=cache)
-    before = [bound.binding for module in names if (bound := record(module)) is not None]
+    before = [bound.binding for module in names if (bound := bound_of(module)) is not None]
     binding.widens = not policy.is_low and any(one.widens or one.policy.params in LOW_DTYPES for one in before)
     rebind(model, binding)
     return binding
@@ -125,7 +125,7 @@ def _bind_one(module: nn.Module, binding: Binding, own: Precision, around: Preci
     _refuse_unbindable(module, own is not None or is_root, is_root, binding.policy.is_low)
     if isinstance(module, torch.jit.ScriptModule):
         return
-    cls, before = type(module), record(module)
+    cls, before = type(module), bound_of(module)
     is_bound = hasattr(cls, "_mezzo_class")  # a forward assigned since calls the bound one, and stays outside
     forward = None if is_bound else module.__dict__.pop("forward", None)
     inner = None if before is None else before.inner
@@ -138,7 +138,7 @@ def _bind_one(module: nn.Module, binding: Binding, own: Precision, around: Preci
     is_as_written = not attends and not is_root and (inner is None or inner in TRACED_AS_WRITTEN)
     traced_key = binding.region_key if is_as_written else ""
     traced = (traced_key, own if is_as_written else None)
-    module.__dict__[RECORD] = Bound(
+    module.__dict__[BOUND] = Bound(
         binding=binding, own=own, around=around, is_root=is_root, inner=inner, attends=attends,
         stays=isinstance(inner, _Own) or inner in CALL_FORWARD, is_regular=is_regular, traced_key=traced_key,
     )  # fmt: skip
@@ -163,7 +163,7 @@ def _is_innermost_attention(module: nn.Module) -> bool:
 def warn_of_replaced(model: nn.Module) -> None:
     """Say once in the log which bound modules got a forward since that has none of a bound class to call. Host only."""
     for name, module in model.named_modules():
-        bound, forward = record(module), vars(module).get("forward")
+        bound, forward = bound_of(module), vars(module).get("forward")
         if forward is None or bound is None or not bound.binding.policy.is_low or module in _warned:
             continue
         _warned.add(module)
@@ -204,12 +204,12 @@ def part_(model: nn.Module) -> None:
 
 def is_held(module: nn.Module) -> bool:
     """Whether a module is part of a prepared model whose stepper lives. Host only."""
-    bound = record(module)
+    bound = bound_of(module)
     return bound is not None and bound.binding.stepper is not None
 
 
 def remember(model: nn.Module) -> Callable[[], None]:
-    """Return a function that gives the modules of a model back class, forward, record and children as they are now. Host only."""
+    """Return a function that gives the modules of a model back class, forward, `Bound` and children as they are now. Host only."""
     written_in = [(m, {k: vars(m)[k] for k in _WRITTEN if k in vars(m)}) for m in model.modules()]
     kept = [(m, type(m), type(m).__bases__, written, dict(own_modules(m))) for m, written in written_in]
 
@@ -229,13 +229,13 @@ def remember(model: nn.Module) -> Callable[[], None]:
 
 
 def unbind(model: nn.Module) -> None:
-    """Take a policy off a model again. Writes: the class, forward and record of every module that has one."""
+    """Take a policy off a model again. Writes: class, forward and `Bound` of every module that has one."""
     for module in model.modules():
-        bound, cls = module.__dict__.pop(RECORD, None), type(module)
+        bound, cls = module.__dict__.pop(BOUND, None), type(module)
         if bound is None:
             continue
         if "forward" in vars(module) and not isinstance(bound.inner, _Own):
-            continue  # it calls that of the bound class, which is its original's without a record
+            continue  # it calls that of the bound class, which is its original's without a `Bound`
         if isinstance(bound.inner, _Own):
             module.__dict__["forward"] = bound.inner.forward
         if "_mezzo_class" in vars(cls):

@@ -46,8 +46,8 @@ from .module_rules import Precision, cast_nest, has_module_rules, in_steps, run_
 from .module_weights import ParameterEntry, WideTensors, first_entry, largest_matrix
 from .refusals import REFUSALS, keeps_gradients, leaves_dtypes, refuse_symbolic_trace
 
-RECORD = "_mezzo_bound"
-"""Where a bound module keeps its record: beside its parameters, not in its state dict."""
+BOUND = "_mezzo_bound"
+"""Where a bound module keeps its `Bound`: beside its parameters, not in its state dict."""
 Forward = Callable[..., Any]
 AfterForward = Callable[[object], None]
 BeforeForward = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], AfterForward | None]
@@ -160,7 +160,7 @@ class Bound:
         attends: whether attention inside it runs mezzo's way.
         idle: calls that met no attention, in evaluation and in training; far below 0 once there was one.
         is_regular: whether inside the binding's region the module does nothing but run its forward.
-        traced_key: the key of regions where a compiler traces the class's forward and the own rule, without a look at the record; empty where there is more.
+        traced_key: the key of regions where a compiler traces the class's forward and the own rule, without a look at this; empty where there is more.
         breaks: whether a compiler's graph that had the module's region in it broke inside: from then on those inside have it around them.
         first: where the module's first parameter stands, once somebody asked.
         products: what is known of its products, once somebody asked.
@@ -332,7 +332,7 @@ def _close(module: nn.Module, out: Any, dtype: torch.dtype | None, after: AfterF
 
 @functools.cache
 def bound_class(original: type[nn.Module], traced_key: str, rule: Precision) -> type[nn.Module]:
-    """Return the subclass whose forward enters the region of an instance's record; without one it behaves as `original`.
+    """Return the subclass whose forward enters the region of an instance's `Bound`; without one it behaves as `original`.
 
     In regions of `traced_key` a compiler traces the forward with its rule, and guards on the class alone: see `Bound`.
     """
@@ -370,7 +370,7 @@ def bound_class(original: type[nn.Module], traced_key: str, rule: Precision) -> 
         return reduced
 
     kept = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-    own = {RECORD: None, "forward": forward, "__reduce_ex__": reduce, "_mezzo_class": original}
+    own = {BOUND: None, "forward": forward, "__reduce_ex__": reduce, "_mezzo_class": original}
     own |= {**replaces_tensors(original, _convert), **REFUSALS}
     # A registry of the class is told of none of ours.
     base = nn.Module if hasattr(original.__init_subclass__, "__func__") else original
@@ -383,7 +383,7 @@ def _convert(
     module: nn.Module, run: Callable[..., Any], function: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
 ) -> Any:
     """Do what `half`, `to` or one of their like does; a dtype that a stepper trains is left alone, and refused outside of a forward."""
-    bound = record(module)
+    bound = bound_of(module)
     if bound is not None and leaves_dtypes(module, function, bound, is_running=_here.binding is bound.binding):
         return module
     with keeps_gradients(module, function):
@@ -395,6 +395,6 @@ def _new_bound(original: type[nn.Module], traced_key: str = "", rule: Precision 
     return bound.__new__(bound)
 
 
-def record(module: nn.Module) -> Bound | None:
+def bound_of(module: nn.Module) -> Bound | None:
     """Return what a module knows of its policy; None if it is not bound."""
-    return module.__dict__.get(RECORD)
+    return module.__dict__.get(BOUND)

@@ -18,7 +18,7 @@ from .._torch import own_modules, own_parameters, without_dispatch_modes
 from ..formats import LOW_DTYPES
 
 STATELESS = frozenset({*vars(nn.Module()), "_mezzo_bound", "_is_hf_initialized"})
-"""Attributes that no forward reads: those of every module, the policy's record and a note of transformers'."""
+"""Attributes that no forward reads: those of every module, the policy's `Bound` and a note of transformers'."""
 
 
 def class_of(module: nn.Module) -> Any:

@@ -31,7 +31,7 @@ from ..kernels import (
     takes_linear,
 )
 from ..policy import Rule
-from .forward import Binding, Bound, record
+from .forward import Binding, Bound, bound_of
 from .hand_written import class_of, hand_written_gelu, hand_written_rms_norm, torchs_forward
 from .module_rules import ModesAside, Precision
 
@@ -355,6 +355,6 @@ def _casts_of(module: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def _bound(module: nn.Module) -> Bound:
-    found = record(module)
+    found = bound_of(module)
     assert found is not None
     return found

@@ -27,7 +27,7 @@ from ..optim import (
 )  # fmt: skip
 from ..policy import FP32_RULES, ModuleRule, Policy, Rule, is_matmul_like, write_module_rule
 from ..random_state import kept
-from .forward import record
+from .forward import bound_of
 
 
 def check_floats(model: nn.Module, policy: Policy) -> None:
@@ -252,7 +252,7 @@ def storage_targets(model: nn.Module, policy: Policy, optimizers: Sequence[Optim
     targets: dict[Tensor, torch.dtype] = {}
     fp32: set[Tensor] = set()
     for module in model.modules():
-        bound = record(module)
+        bound = bound_of(module)
         precision = None if bound is None else bound.own if bound.own is not None else bound.around
         if "LinearCrossEntropyLoss" in class_names(module) and getattr(module, "options", None) is not None:
             fp32.update(module.parameters())  # in chunks it writes to buffers of its input's dtype, past every cast

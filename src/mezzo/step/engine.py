@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
 from .._torch import is_capturing
-from ..binding import Binding, convert_, innermost, rebind, record, set_grad_dtype_, warn_of_replaced
+from ..binding import Binding, bound_of, convert_, innermost, rebind, set_grad_dtype_, warn_of_replaced
 from ..distributed import RankConsensus, Signals, Wrapper, is_running, refuse_joining, reshard_
 from ..errors import StepError
 from ..formats import LOW_DTYPES
@@ -381,7 +381,7 @@ class Engine:
     def before_step(self, optimizer: Optimizer) -> None:
         """Refuse or name the step of an optimizer that was not prepared: see `refuse_stranger`. Host only."""
         if not self.is_stepping:
-            bound = record(self.root)
+            bound = bound_of(self.root)
             is_released = bound is None or bound.binding is not self.recovery.binding
             stamps = {} if self.policy.scaling is None else self.gradients.stamps
             refuse_stranger(optimizer, self.optimizers, stamps, {} if is_released else self.names)

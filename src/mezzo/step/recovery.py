@@ -127,7 +127,7 @@ class Recovery:
         return (*known, *new)
 
     def bind_policy(self, policy: Policy) -> None:
-        """Bind another policy from the next forward on. Writes: the record of every module."""
+        """Bind another policy from the next forward on. Writes: the `Bound` of every module."""
         before = self.binding
         self.binding = bind(self._model, policy, before.cache)
         for name in ("before_forward", "before_trace", "owner"):

@@ -23,7 +23,7 @@ from .foreign import ARGUMENTS, ELSEWHERE, OF_BACKWARD, OF_GRAD
 from .grad_passes import check_flags, check_inputs
 from .prepared_run import PreparedRun
 from .result import StepResult
-from .update import Clip, bound_of
+from .update import Clip, clip_bound_of
 
 _NO_CLIP = Clip()
 
@@ -282,7 +282,7 @@ class Stepper(PreparedRun):
         engine = self._engine
         clip = _NO_CLIP
         if max_norm is not None or clip_value is not None:
-            clip = Clip(max_norm=bound_of(max_norm), value=bound_of(clip_value))
+            clip = Clip(max_norm=clip_bound_of(max_norm), value=clip_bound_of(clip_value))
         if engine.is_captured:
             refuse_in_graph(closure=closure, optimizer=optimizer, observers=self._observers)
         take = engine.run_step if closure is None else partial(step_by_closure, engine, closure)

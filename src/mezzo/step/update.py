@@ -167,7 +167,7 @@ def _lacks_momentum(optimizer: Optimizer, owner: Optimizer) -> bool:
     return any(state.get(p, {}).get("momentum_buffer") is None for p in params if p.grad is not None)
 
 
-def bound_of(top: Any) -> Any:
+def clip_bound_of(top: Any) -> Any:
     """Return the number that gradients are to be clipped to, out of whatever holds one; anything else, and a flag, as it is. Syncs: for a tensor."""
     return top if isinstance(top, float | bool | None) else number_of(top)
 
@@ -177,7 +177,7 @@ NO_BOUND = "gradients are clipped to a positive number that fp32 holds; write on
 
 def is_bound(top: Any) -> bool:
     """Whether gradients can be clipped to this: a positive number, inf for one; no flag. Syncs: for a tensor, once."""
-    return is_number(bound_of(top), SMALLEST, math.inf)
+    return is_number(clip_bound_of(top), SMALLEST, math.inf)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

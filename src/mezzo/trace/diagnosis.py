@@ -12,7 +12,7 @@ from torch import nn
 
 from .. import random_state
 from .._torch import dispatch_modes, function_modes, own_buffers
-from ..binding import innermost, record
+from ..binding import bound_of, innermost
 from ..formats import LOW_DTYPES
 from .collector import Collector
 from .findings import Finding
@@ -81,7 +81,7 @@ def trace_loss(model: nn.Module, *, step: int) -> LossTrace | None:
     """
     if threading.current_thread() is not threading.main_thread() or function_modes() or dispatch_modes():
         return None
-    policy = None if (bound := record(innermost(model))) is None else bound.binding.policy
+    policy = None if (bound := bound_of(innermost(model))) is None else bound.binding.policy
     is_narrow = policy is not None and (policy.output or policy.compute) in LOW_DTYPES
     return LossTrace(Trace(model, step=step), is_narrow=is_narrow)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..binding import record
+from ..binding import bound_of
 from ..errors import plural
 from ..formats import LOW_DTYPES, dtype_name, format_of, parse_dtype, widest
 from .amplified import Amplified, RoundedIndices
@@ -305,7 +305,7 @@ class LintWatch:
             if buffer.dtype in LOW_DTYPES and _KEEP_WIDE.search(name):
                 self.add("buffer-in-16-bit", site, buffer.dtype, f"buffer {name}", 0.0)
         low = [(n, p) for n, p in model.named_parameters() if p.requires_grad and p.dtype in LOW_DTYPES]
-        if in_region and low and record(model) is None:
+        if in_region and low and bound_of(model) is None:
             what = f"{len(low)} trainable parameters, {low[0][0]} first"
             self.add("half-weights-in-region", site, low[0][1].dtype, what, float(len(low)))
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
 from .._torch import dispatch_modes, local_tensor, storage_id, unwrapped
-from ..binding import innermost, record, tensors_in, uncompiled
+from ..binding import bound_of, innermost, tensors_in, uncompiled
 from ..distributed import living
 from ..errors import ConfigError, kind_of
 
@@ -55,7 +55,7 @@ _WALKS = 8
 
 def _prepared_around(module: nn.Module) -> nn.Module:
     """Return the prepared model that a module called by itself is a part of, whose names rules match; else the module."""
-    bound = record(module)
+    bound = bound_of(module)
     stepper = bound.binding.owner() if bound is not None and bound.binding.owner is not None else None
     root = module if stepper is None else innermost(stepper.model)
     return root if any(part is module for part in root.modules()) else module
