@@ -114,7 +114,7 @@ class Buffers:
 
     def written(self) -> list[Tensor]:
         """Return the floating buffers that the step may have written and must be finite. Syncs: no."""
-        if not (self.slots and self._restores):
+        if not self._restores:
             return []
         moved, unlike = self._find()
         self._found = None if self._left is None else (self._left, moved, unlike)

@@ -320,9 +320,8 @@ class Engine:
     ) -> tuple[StepFlags[Any], StepResult]:
         """Say what is wrong with the gradients, if anything: known, or on the way to the host. Syncs: no."""
         pending = self.gradients.pending
-        flags = check_grads(
-            grads, pending, self.buffers.written(), self._skip, self.consensus, len(self.optimizers), max_norm
-        )
+        written = self.buffers.written() if self.buffers.slots else []
+        flags = check_grads(grads, pending, written, self._skip, self.consensus, len(self.optimizers), max_norm)
         guard = self.guard
         stats = GradStats(
             params=[p for one in grads for p in one.params],
