@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from .. import random_state
 from .._torch import apply_to_tensors_, own_parameters
 from ..distributed import class_names, precision_of
 from ..errors import MasterError, PolicyError, first_line, listed
@@ -26,7 +27,6 @@ from ..optim import (
     wrapped_optimizer,
 )  # fmt: skip
 from ..policy import FP32_RULES, ModuleRule, Policy, Rule, is_matmul_like, write_module_rule
-from ..random_state import kept
 from .forward import bound_of
 
 
@@ -254,27 +254,24 @@ def storage_targets(model: nn.Module, policy: Policy, optimizers: Sequence[Optim
     for module in model.modules():
         bound = bound_of(module)
         precision = None if bound is None else bound.own if bound.own is not None else bound.around
-        if "LinearCrossEntropyLoss" in class_names(module) and getattr(module, "options", None) is not None:
+        names = class_names(module)
+        stores_low = policy.params in LOW_DTYPES and not (is_sparse(module) or _is_spectral(module))
+        if "LinearCrossEntropyLoss" in names and getattr(module, "options", None) is not None:
             fp32.update(module.parameters())  # in chunks it writes to buffers of its input's dtype, past every cast
         for p in own_parameters(module).values():
             if p is None or not p.is_floating_point():
                 continue
-            cannot_split = policy.master == "split" and p.dtype is torch.float16 and p in trained and p.requires_grad
+            is_trained = p in trained and p.requires_grad
+            is_chosen = not optimizers or (is_trained and p.layout is torch.strided and not p.is_nested)
+            feeds_low = is_matmul_like(names) or _is_lstm_on_cpu(module, p)
+            cannot_split = policy.master == "split" and p.dtype is torch.float16 and is_trained
             if bound is not None and bound.binding.widens and p.dtype in LOW_DTYPES:
                 targets[p] = torch.float32
             elif precision in FP32_RULES:
                 fp32.add(p)
                 if cannot_split or (precision is Rule.FP32 and p.dtype in LOW_DTYPES):
                     targets[p] = torch.float32
-            elif (
-                policy.params in LOW_DTYPES
-                and (is_matmul_like(class_names(module)) or _is_lstm_on_cpu(module, p))
-                and not (is_sparse(module) or _is_spectral(module))
-                and (
-                    not optimizers
-                    or (p.requires_grad and p in trained and p.layout is torch.strided and not p.is_nested)
-                )
-            ):
+            elif stores_low and feeds_low and is_chosen:
                 targets.setdefault(p, policy.params)
             elif cannot_split:
                 targets.setdefault(p, torch.float32)
@@ -331,7 +328,7 @@ def _fault(cls: type[Optimizer], group: Mapping[str, Any], device: torch.device,
     weight.grad_dtype, weight.grad = grads, torch.ones(2, 2, dtype=grads, device=device)
     try:
         small: Any = cls([weight], **{k: v for k, v in group.items() if k in known and k != "params"})
-        with kept(), torch.no_grad():
+        with random_state.kept(), torch.no_grad():
             for _ in range(2):
                 step(small, *closure)
     except Exception as error:
