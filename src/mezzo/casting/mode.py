@@ -72,7 +72,7 @@ class CastMode(TorchFunctionMode):
     Args:
         op_rules: the rules, for the devices whose tensors are cast.
         cache: where casts are kept; None casts at every use.
-        current: makes the region that a checkpoint's recompute enters.
+        make_recompute: makes the region that a checkpoint's recompute enters.
         run: runs a ruled op another way, or returns `NotImplemented`; taken where casts of weights outlive the region.
 
     The switch is torch's own autocast state: a nested `torch.autocast(enabled=False)` or `dtype=` is obeyed. A ruled
@@ -83,16 +83,16 @@ class CastMode(TorchFunctionMode):
         self,
         op_rules: OpRuleTable,
         cache: RegionCache | None,
-        current: Callable[[CastMode], AbstractContextManager[Any]] | None = None,
+        make_recompute: Callable[[CastMode], AbstractContextManager[Any]] | None = None,
         run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None,
     ) -> None:
         super().__init__()
         self.op_rules = op_rules
         self.rows = op_rules.rows
-        self.opened = op_rules.opened
+        self.decomposed = op_rules.decomposed
         self.cache = cache
         self.keeps_weights = cache is not None and cache.store is not None  # they are there for a faster kernel, too
-        self.current, self.run = current, run if self.keeps_weights else None
+        self.make_recompute, self.run = make_recompute, run if self.keeps_weights else None
         self.suspended = False
         self.has_grad = torch.is_grad_enabled()  # a reentrant checkpoint's first run has none
         self._device = next(iter(op_rules.rows))
@@ -119,10 +119,10 @@ class CastMode(TorchFunctionMode):
         return self._device
 
     def _unruled(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        opened = self.opened.get(func)
-        if opened is not None:
+        decomposed = self.decomposed.get(func)
+        if decomposed is not None:
             with self:
-                return opened(*args, **kwargs)
+                return decomposed(*args, **kwargs)
         if torch.compiler.is_compiling() and isinstance(func, HigherOrderOperator):
             args = self._parts_inside(args)
         if self.cache is not None and func in _UNTRACKED_HANDLES:
@@ -149,9 +149,9 @@ class CastMode(TorchFunctionMode):
         return *first, *args[3:]  # among them flex_attention's score_mod, which runs in fp32
 
     def _run(self, func: Any, row: OpRow, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.current is not None and self.has_grad and not torch.compiler.is_compiling():
+        if self.make_recompute is not None and self.has_grad and not torch.compiler.is_compiling():
             if not torch.is_grad_enabled() or saved_tensors_hooks() is not None:  # a checkpoint may run
-                bind_recompute(self.current, self)
+                bind_recompute(self.make_recompute, self)
         low = torch.get_autocast_dtype(device)
         if row.rule is Rule.FORBID:
             raise ForbiddenOpError(f"{row.op} is forbidden here: {row.reason}. Write {row.instead}.")
@@ -166,7 +166,7 @@ class CastMode(TorchFunctionMode):
                 name: map_tensors(value, lambda t: self._cast(t, target, device)) for name, value in kwargs.items()
             }
         try:
-            out = self._below(func, device, args, kwargs)
+            out = self._call_uncast(func, device, args, kwargs)
         except RuntimeError as error:
             self._explain(error, func, row, args, kwargs)
             raise
@@ -194,7 +194,7 @@ class CastMode(TorchFunctionMode):
             return tensor.to(dtype)
         return self.cache.cast(tensor, dtype)
 
-    def _below(self, func: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_uncast(self, func: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is F.linear and self.keeps_weights:
             if reads_faster(*args, **kwargs):
                 return small_linear(*args, **kwargs)

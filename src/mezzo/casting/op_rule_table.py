@@ -1,4 +1,4 @@
-"""Which Python callables an op name stands for, and which Python composites must be opened to see their parts."""
+"""Which Python callables an op name stands for, and which Python composites must be decomposed to see their parts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LEAVES = frozenset(
 )
 
 
-# Functions that draw numbers in the dtype of their input: torch casts below the draw, so each is opened in the form that shows it.
+# Functions that draw numbers in the dtype of their input: torch casts below the draw, so each is decomposed in the form that shows it.
 _DRAWING = {
     F.fractional_max_pool2d: F.fractional_max_pool2d_with_indices,
     F.fractional_max_pool3d: F.fractional_max_pool3d_with_indices,
@@ -82,8 +82,8 @@ def decomposed_composites() -> dict[AnyCallable, AnyCallable]:
     more; the copy answers that question with no. Syncs: no.
     """
     composites = [f for _, f in _namespaces() if isinstance(f, FunctionType) and _is_composite(f)]
-    opened: dict[AnyCallable, AnyCallable] = {f: _decomposed(f) for f in composites}
-    return opened | {f: _without_indices(shown) for f, shown in _DRAWING.items()}
+    copies: dict[AnyCallable, AnyCallable] = {f: _decomposed(f) for f in composites}
+    return copies | {f: _without_indices(shown) for f, shown in _DRAWING.items()}
 
 
 def _without_indices(function: AnyCallable) -> AnyCallable:
@@ -110,7 +110,7 @@ class OpRuleTable:
     """What a function mode looks up for every call: by device type and callable the row, by Python composite the copy that shows its parts."""
 
     rows: dict[str, dict[AnyCallable, OpRow]]
-    opened: dict[AnyCallable, AnyCallable]
+    decomposed: dict[AnyCallable, AnyCallable]
 
 
 @lru_cache

@@ -321,11 +321,11 @@ def _new_mode(plan: CastPlan) -> CastMode | None:
         return None
     # A compiled graph casts at every use, and what a cache sets up cannot be traced.
     if not plan.caches or torch.compiler.is_compiling():
-        return CastMode(plan.op_rules, None, current=_recompute)
+        return CastMode(plan.op_rules, None, make_recompute=_recompute)
     # kept casts are none of a graph that somebody captures, whose replays would not make them anew
     device = None if plan.store is None else accelerator_in_use()
     store = None if device is not None and is_in_foreign_graph(device) else plan.store
-    return CastMode(plan.op_rules, RegionCache(store), current=_recompute, run=run_in_fp32)
+    return CastMode(plan.op_rules, RegionCache(store), make_recompute=_recompute, run=run_in_fp32)
 
 
 def _saved(plan: CastPlan) -> list[tuple[str, torch.dtype, bool]]:
