@@ -142,10 +142,10 @@ def test_an_undisturbed_run_plans_once() -> None:
     optimizer, params = build(AdamW)
     feed(optimizer, params, 0, set())
     feed(optimizer, params, 1, set())
-    kinds = [plan.batches for plan in optimizer._plans.values()]
+    kinds = [plan.batches for plan in optimizer._kept_batches.values()]
     feed(optimizer, params, 2, set())
     assert len(kinds) == 2
-    assert all(plan.batches is known for plan, known in zip(optimizer._plans.values(), kinds, strict=True))
+    assert all(plan.batches is known for plan, known in zip(optimizer._kept_batches.values(), kinds, strict=True))
 
 
 def test_a_copy_plans_for_itself() -> None:

@@ -138,7 +138,7 @@ class MasterOptimizer(KeepsMasters):
             super().__init__(params, defaults)
 
     def _forget(self) -> None:
-        self._plans: dict[int, KeptBatches] = {}
+        self._kept_batches: dict[int, KeptBatches] = {}
         self._options: dict[int, tuple[list[Any], tuple[Any, ...]]] = {}
         self._entries: list[dict[str, Any]] = []
         self._group_indices = {}
@@ -234,15 +234,17 @@ class MasterOptimizer(KeepsMasters):
             return [(step, self._made(step, self._checked(step))) for step in steps]
         entries = list(self.state.values())
         if len(entries) != len(self._entries) or not all(map(is_, entries, self._entries)):
-            self._plans, self._entries = {}, entries  # the state of a parameter is another object than in the last step
-        plans = {k: self._plans[k] for k, step in enumerate(steps) if k in self._plans and self._plans[k].fits(step)}
-        stale = {number: self._checked(step) for number, step in enumerate(steps) if number not in plans}
+            # The state of a parameter is another object than in the last step.
+            self._kept_batches, self._entries = {}, entries
+        known = self._kept_batches
+        kept = {k: known[k] for k, step in enumerate(steps) if k in known and known[k].fits(step)}
+        stale = {number: self._checked(step) for number, step in enumerate(steps) if number not in kept}
         for number, active in stale.items():
-            plans[number] = KeptBatches(self._made(steps[number], active), steps[number], active)
+            kept[number] = KeptBatches(self._made(steps[number], active), steps[number], active)
         if stale:
-            check_apart([batch.layout for plan in plans.values() for batch in plan.batches if batch.layout is not None])
-        self._plans = plans
-        return [(step, plans[number].batches) for number, step in enumerate(steps)]
+            check_apart([batch.layout for one in kept.values() for batch in one.batches if batch.layout is not None])
+        self._kept_batches = kept
+        return [(step, kept[number].batches) for number, step in enumerate(steps)]
 
     def _group_steps(self, is_compiling: bool) -> list[GroupStep]:
         """Return the groups as a step meets them; a kernel is called once for neighbours whose options agree."""
