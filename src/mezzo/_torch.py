@@ -329,7 +329,7 @@ def is_unwatched() -> bool:
         or num_dispatch_modes()
         or functorch_level() is not None
         or tracing_state() is not None
-        or torch.autograd.forward_ad._current_level >= 0
+        or forward_ad_level() >= 0
     )
 
 

@@ -24,9 +24,9 @@ class ForwardHook:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._model = engine, engine.root
-        self._groups, self._layouts = engine.optimizers, engine.gradients.layouts
+        self._optimizers, self._layouts = engine.optimizers, engine.gradients.layouts
         self._with_frozen = engine.policy.params in LOW_DTYPES  # one that is unfrozen is stored in another dtype then
-        self._may_be_captured = bool(self._groups) and engine.may_capture
+        self._may_be_captured = bool(self._optimizers) and engine.may_capture
         self._seen_in = [-1, -1]  # the steps in which a forward came last, without gradients and with them
         self.snapshot()
 
@@ -60,7 +60,7 @@ class ForwardHook:
     def apply_changes(self) -> None:
         """Take what changed of the model since the last snapshot into the policy. Writes: as `Engine.follow_changes`."""
         if self.is_changed():
-            refuse_no_params(self._groups)
+            refuse_no_params(self._optimizers)
             self._layouts.refuse_changed()
             self._engine.follow_changes()
             self.snapshot()
@@ -92,12 +92,12 @@ class ForwardHook:
     def _structure_now(self) -> list[nn.Module | int | None]:
         """Return the children of all modules, and the sizes of all groups. Host only."""
         children = [child for registry in self._registries if registry for child in registry.values()]
-        held = [group["params"] for optimizer in self._groups for group in optimizer.param_groups]
+        held = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
         return children + [len(params) if hasattr(params, "__len__") else -1 for params in held]
 
     def _held_now(self) -> list[int]:
         """Return the ids of all that the groups hold: another parameter may take one's place. Host only."""
-        return [id(p) for one in self._groups for group in one.param_groups for p in group["params"]]
+        return [id(p) for one in self._optimizers for group in one.param_groups for p in group["params"]]
 
 
 def weakly(hook: ForwardHook, method: Callable[..., Any]) -> Callable[..., Any]:
