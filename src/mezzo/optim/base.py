@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._torch import global_post_hooks, global_pre_hooks, local_tensor, profiled_step, profiler_enabled, step_hooks
-from ..errors import ConfigError, MasterError, OperandError
+from ..errors import OperandError
 from ..formats import describe
 from ..kernels import (
     AUX_STATE,
@@ -157,12 +157,8 @@ class MasterOptimizer(KeepsMasters):
         """
         with taking_params(self):
             super().add_param_group(param_group)
-        try:
             check_bools(self, self.param_groups[-1])
             check_masters(self.param_groups[-1])
-        except (MasterError, ConfigError):
-            self.param_groups.pop()
-            raise
 
     @overload
     def step(self, closure: None = None) -> None: ...

@@ -132,10 +132,13 @@ def check_closure(optimizer: torch.optim.Optimizer, closure: object) -> None:
 
 @contextmanager
 def taking_params(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Say what parameters an optimizer takes, in a ConfigError, where torch refuses some inside the block."""
+    """Say what parameters an optimizer takes, in a ConfigError, where torch refuses some inside the block; a group that is refused after it came goes again."""
+    groups = getattr(optimizer, "param_groups", [])
+    num_groups = len(groups)
     try:
         yield
     except MezzoError:
+        del groups[num_groups:]
         raise
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as why:
         raise ConfigError(

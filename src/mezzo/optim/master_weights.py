@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._torch import has_load_hooks, is_fused
-from ..errors import ConfigError, MasterError, StepError, did_you_mean, first_line, is_out_of_memory, shown
+from ..errors import ConfigError, StepError, did_you_mean, first_line, is_out_of_memory, shown
 from ..formats import describe, is_one_of
 from ..kernels import AUX_STATE, ScaledGradients
 from ..loss_scale import StepScaling, assign_grad_, handing, parameters
@@ -121,12 +121,8 @@ class MasterWeights(HasMasters):
         """
         with taking_params(self.inner):
             self.inner.add_param_group(param_group)
-        try:
             for p in self.param_groups[-1]["params"]:
                 self.masters.mode_of(p)
-        except MasterError:
-            self.param_groups.pop()
-            raise
 
     def unwrap(self) -> torch.optim.Optimizer:
         """Return the inner optimizer to be stepped alone, without masters; this wrapper is of no use any more.
