@@ -90,7 +90,7 @@ def keep_memory() -> KeptMemory:
 
 
 @cache
-def offer() -> None:
+def suggest_keep_memory() -> None:
     """Say once in the log of a process that its memory can be kept, where it can be and is not yet. Syncs: no."""
     if not KeptMemory.in_force and not _why_not():
         _log.info(

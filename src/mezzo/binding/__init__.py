@@ -3,12 +3,12 @@
 from .bind import bind as bind
 from .bind import innermost as innermost
 from .bind import is_activation as is_activation
-from .bind import is_held as is_held
-from .bind import part_ as part_
+from .bind import is_prepared as is_prepared
 from .bind import rebind as rebind
-from .bind import remember as remember
+from .bind import remember_modules as remember_modules
 from .bind import unbind as unbind
 from .bind import uncompiled as uncompiled
+from .bind import unshare_activations_ as unshare_activations_
 from .bind import warn_of_replaced as warn_of_replaced
 from .forward import AfterForward as AfterForward
 from .forward import BeforeForward as BeforeForward

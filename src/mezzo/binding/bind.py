@@ -191,24 +191,24 @@ def is_activation(module: nn.Module) -> bool:
     return is_empty and is_plain
 
 
-def part_(model: nn.Module) -> None:
+def unshare_activations_(model: nn.Module) -> None:
     """Give a model copies of the activations that another prepared model has too, as of a default argument. Writes: children of its modules. Host only."""
     copies: dict[nn.Module, nn.Module] = {}
     for children in [own_modules(module) for module in model.modules()]:
         for name, module in children.items():
-            if module is not None and is_held(module) and is_activation(module):
+            if module is not None and is_prepared(module) and is_activation(module):
                 children[name] = copies.setdefault(module, copy.copy(module))
     for made in copies.values():
         unbind(made)
 
 
-def is_held(module: nn.Module) -> bool:
+def is_prepared(module: nn.Module) -> bool:
     """Whether a module is part of a prepared model whose stepper lives. Host only."""
     bound = bound_of(module)
     return bound is not None and bound.binding.stepper is not None
 
 
-def remember(model: nn.Module) -> Callable[[], None]:
+def remember_modules(model: nn.Module) -> Callable[[], None]:
     """Return a function that gives the modules of a model back class, forward, `Bound` and children as they are now. Host only."""
     written_in = [(m, {k: vars(m)[k] for k in _WRITTEN if k in vars(m)}) for m in model.modules()]
     kept = [(m, type(m), type(m).__bases__, written, dict(own_modules(m))) for m, written in written_in]

@@ -41,7 +41,7 @@ from ..casting import (
 )
 from ..kernels import is_emulated
 from ..policy import FP32_RULES, CacheName, Policy
-from .hand_written import takes_module
+from .hand_written import with_module_first
 from .module_rules import Precision, cast_nest, has_module_rules, in_steps, run_ruled, when_traced, without_module_rules
 from .module_weights import ParameterEntry, WideTensors, first_entry, largest_matrix
 from .refusals import REFUSALS, keeps_gradients, leaves_dtypes, refuse_symbolic_trace
@@ -336,7 +336,7 @@ def bound_class(original: type[nn.Module], traced_key: str, rule: Precision) -> 
 
     In regions of `traced_key` a compiler traces the forward with its rule, and guards on the class alone: see `Bound`.
     """
-    taken = takes_module(original)
+    taken = with_module_first(original)
     written: Forward = taken.forward
     run_in_one_graph: Forward = dynamo_count_apart(lambda run, *args: run(*args))
 

@@ -32,7 +32,7 @@ def torchs_forward(kind: type[nn.Module]) -> Any:
     return kind.forward if is_torchs else None
 
 
-def takes_module(kind: type[nn.Module]) -> Any:
+def with_module_first(kind: type[nn.Module]) -> Any:
     """Return what has a class's forward as a function that takes the module first: the class, but for static and class methods. Host only."""
     if not isinstance(inspect.getattr_static(kind, "forward", None), staticmethod | classmethod):
         return kind

@@ -13,18 +13,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .._torch import fused_devices, has_step_hooks, is_fused
-from ..allocator import offer
+from ..allocator import suggest_keep_memory
 from ..binding import (
     check_floats,
     check_optimizers,
     convert_,
     innermost,
     is_activation,
-    is_held,
+    is_prepared,
     is_sparse,
-    part_,
-    remember,
+    remember_modules,
     set_grad_dtype_,
+    unshare_activations_,
     with_missing_kernels,
 )
 from ..binding.bind import bind
@@ -156,8 +156,8 @@ def _prepared(
 ) -> Stepper:
     """Bind the policy and make the stepper. Writes: as `prepare`; `undo`, which takes it back."""
     inner = innermost(model)
-    undo.callback(remember(inner))
-    part_(inner)
+    undo.callback(remember_modules(inner))
+    unshare_activations_(inner)
     undo.callback(remember_attributes(inner, given))
     was, optimizers = original(inner, given), list[Optimizer]()
     sparse = {p for module in inner.modules() if is_sparse(module) for p in module.parameters(recurse=False)}
@@ -188,12 +188,12 @@ def _advise(model: nn.Module, optimizers: Sequence[Optimizer], policy: Policy) -
         warn_of_earlier(model, policy.params)
     kind = next((p.device.type for p in model.parameters()), "cpu")
     if kind == "cpu":
-        offer()
+        suggest_keep_memory()
     elif kind in fused_devices():
-        _offer_fused(optimizers, kind)
+        _suggest_fused(optimizers, kind)
 
 
-def _offer_fused(optimizers: Sequence[Optimizer], kind: str) -> None:
+def _suggest_fused(optimizers: Sequence[Optimizer], kind: str) -> None:
     """Say in the log what the steps of an optimizer cost that torch could fuse; one that reads the flags itself leaves a step out by itself."""
     for inner in map(wrapped_optimizer, optimizers):
         if "fused" in inner.defaults and not is_fused(inner):
@@ -252,7 +252,7 @@ def _inner_optimizer(optimizer: Optimizer) -> Optimizer:
 
 def _refuse_prepared(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     named = model.named_modules()
-    modules = [n or type(m).__name__ for n, m in named if is_held(m) and not (n and is_activation(m))]
+    modules = [n or type(m).__name__ for n, m in named if is_prepared(m) and not (n and is_activation(m))]
     found = modules[:1] + [type(optimizer).__name__ for optimizer in optimizers if is_owned(optimizer)][:1]
     if found:
         raise StepError(
