@@ -111,10 +111,11 @@ def test_refusals(build: Any, message: str) -> None:
 
 
 def test_a_refused_group_leaves_the_optimizer_as_it_was() -> None:
-    optimizer = AdamW([torch.nn.Parameter(torch.ones(2))])
-    with pytest.raises(MasterError):
-        optimizer.add_param_group({"params": [low(2)]})
-    assert len(optimizer.param_groups) == 1
+    wide, fp16 = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    for optimizer in (AdamW([wide]), MasterWeights(torch.optim.SGD([wide]), "split")):
+        with pytest.raises(MasterError):
+            optimizer.add_param_group({"params": [fp16]})
+        assert len(optimizer.param_groups) == 1
 
 
 @pytest.mark.parametrize("optimizer", [AdamW, SGD])
