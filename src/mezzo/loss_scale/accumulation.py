@@ -205,13 +205,13 @@ class AccumulationState:
         autograd_engine.run_backward((loss,), seeds, keeps, create_graph, (), **options)
 
 
-def is_bad(number: Tensor, home: torch.device) -> Flag:
+def is_bad(number: Tensor, device: torch.device) -> Flag:
     """Return whether a tensor of one element is inf or NaN: on a device NaN if so, else 0. Syncs: only where the host decides."""
-    if host_decides(home):
+    if host_decides(device):
         return not math.isfinite(number.item())
     flag = number.detach() * 0  # NaN of inf and of NaN
-    is_there = flag.dim() == 0 and flag.dtype is torch.float32 and flag.device == home
-    return flag if is_there else move(flag, home).reshape(()).to(torch.float32)
+    is_there = flag.dim() == 0 and flag.dtype is torch.float32 and flag.device == device
+    return flag if is_there else move(flag, device).reshape(()).to(torch.float32)
 
 
 def either(*flags: Flag) -> Flag:

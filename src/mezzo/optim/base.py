@@ -291,27 +291,27 @@ class MasterOptimizer(KeepsMasters):
         return batches_of(step, active)
 
     def _operands(self, step: GroupStep, batch: ParamBatch) -> Operands:
-        home = batch.step.device
-        scale, clip, found = (self._guarded_by(name, home) for name in ("grad_scale", "clip_coef", "found_inf"))
+        device = batch.step.device
+        scale, clip, found = (self._guarded_by(name, device) for name in ("grad_scale", "clip_coef", "found_inf"))
         given: Any = [step.grads[index] for index in batch.indices]
         if batch.needs_views:
             given = aligned([grad.resolve_conj() for grad in given], batch.orders)
         grads = ScaledGradients(
             values=given,
-            inv_scale=None if scale is None else scale.to(home, torch.float32).reciprocal(),
-            clip_coef=None if clip is None else clip.to(home, torch.float32),
-            found_inf=None if found is None else found.to(home),
+            inv_scale=None if scale is None else scale.to(device, torch.float32).reciprocal(),
+            clip_coef=None if clip is None else clip.to(device, torch.float32),
+            found_inf=None if found is None else found.to(device),
             maximize=bool(step.group["maximize"]),
         )
         if batch.layout is None:
             return Operands(weights=batch.weights, moments=batch.moments, grads=grads)
         return operands(batch.weights, batch.moments, grads, batch.layout)
 
-    def _guarded_by(self, name: str, home: torch.device) -> Tensor | None:
+    def _guarded_by(self, name: str, device: torch.device) -> Tensor | None:
         """Return what a guard has set for a step; an OperandError if it is no tensor of one real number. Host only."""
         value = getattr(self, name, None)
         is_one = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
-        if value is not None and (not is_one or value.is_meta is not (home.type == "meta")):
+        if value is not None and (not is_one or value.is_meta is not (device.type == "meta")):
             raise OperandError(
                 f"{type(self).__name__}.{name} is {describe(value)}, and guards a step as a tensor of one number. Set "
                 "torch.tensor(...), or delete it. Nothing was changed."

@@ -33,11 +33,11 @@ def can_be_undone(optimizer: Optimizer) -> bool:
     inner = wrapped_optimizer(optimizer)
     if not f"{type(inner).__module__}.".startswith("torch.optim."):
         return False
-    homes = {p.device.type for p in parameters(inner)}
+    kinds = {p.device.type for p in parameters(inner)}
     own = {name: value for name, value in vars(inner).items() if name not in _base_names()}
     options = [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in inner.param_groups]
     records = (own, *options, *optimizer.state.values())
-    return len(homes) == 1 and all(isinstance(value, _PLAIN) for record in records for value in record.values())
+    return len(kinds) == 1 and all(isinstance(value, _PLAIN) for record in records for value in record.values())
 
 
 @cache
@@ -60,10 +60,10 @@ class Attempt:
         self._options = [dict(owner) for owner in self._owners]
         held = [v for one in (*self._entries.values(), *self._options) for v in one.values() if isinstance(v, Tensor)]
         distinct = {id(tensor): local(tensor) for tensor in (*params, *held)}.values()
-        home = params[0].device.type
-        self._tensors = [tensor for tensor in distinct if tensor.device.type == home]
+        kind = params[0].device.type
+        self._tensors = [tensor for tensor in distinct if tensor.device.type == kind]
         self._copies = copies_of(self._tensors)
-        self._on_host = [(tensor, tensor.clone()) for tensor in distinct if tensor.device.type != home]
+        self._on_host = [(tensor, tensor.clone()) for tensor in distinct if tensor.device.type != kind]
 
     def finish(self, has_failed: bool = False) -> Callable[[], None] | None:
         """Undo the step on the device if it must be skipped, or because it ended in an error; called right after it.

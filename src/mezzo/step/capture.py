@@ -97,7 +97,7 @@ class CapturedStep(Generic[P, R]):
     def __init__(self, function: Callable[P, R], engine: Engine, is_observed: Callable[[], bool]) -> None:
         capture_rules.refuse_uncapturable(engine)
         self._function, self._engine, self._is_observed = function, engine, is_observed
-        self._device = engine.gradients.home
+        self._device = engine.gradients.device
         self._stream = torch.Stream(self._device)
         self._graph: _Graph | None = None
         self._num_run, self._room = 0, 0

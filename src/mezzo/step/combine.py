@@ -36,7 +36,7 @@ class Findings(NamedTuple):
 def combine(
     own: Findings,
     grads: Sequence[OptimizerGrads],
-    home: torch.device,
+    device: torch.device,
     consensus: RankConsensus | None,
     num_optimizers: int,
 ) -> tuple[Findings, list[Tensor]]:
@@ -45,10 +45,10 @@ def combine(
     Syncs: no on one rank or on accelerators; else with the slowest rank.
     """
     if consensus is None and not any(any_dtensor(one.params) for one in grads):
-        return own, _norms(grads, None, home, False)
+        return own, _norms(grads, None, device, False)
     has_parts = consensus is not None and consensus.has_parts
-    squares = _squares(grads, home, num_optimizers, has_parts, _num_ranks(grads, consensus))
-    flags = torch.zeros(3 + num_optimizers, device=home)
+    squares = _squares(grads, device, num_optimizers, has_parts, _num_ranks(grads, consensus))
+    flags = torch.zeros(3 + num_optimizers, device=device)
     for index, flag in enumerate((own.early, own.loss, own.buffers)):
         flags[index] = flag
     for one, flag in zip(grads, own.optimizers, strict=True):
@@ -59,7 +59,7 @@ def combine(
     # Squares of shards that are finite one by one may add up to more than fp32 holds.
     everywhere = (flags[3:] != 0) | ~squares[:-1].isfinite()
     found = Findings(early, loss, buffers, [everywhere[one.index] for one in grads], everywhere.any())
-    return found, _norms(grads, squares, home, has_parts)
+    return found, _norms(grads, squares, device, has_parts)
 
 
 def _num_ranks(grads: Sequence[OptimizerGrads], consensus: RankConsensus | None) -> int:
@@ -71,21 +71,21 @@ def _num_ranks(grads: Sequence[OptimizerGrads], consensus: RankConsensus | None)
 
 
 def _squares(
-    grads: Sequence[OptimizerGrads], home: torch.device, num_optimizers: int, has_parts: bool, num_ranks: int
+    grads: Sequence[OptimizerGrads], device: torch.device, num_optimizers: int, has_parts: bool, num_ranks: int
 ) -> Tensor:
     """Return, for each optimizer and for all, the sum of squares over this rank's part of sharded gradients.
 
     A shard that several of the `num_ranks` have counts once over all of them.
     """
-    squares = torch.zeros(num_optimizers + 1, device=home)
+    squares = torch.zeros(num_optimizers + 1, device=device)
     seen: set[Tensor] = set()
     for one in grads:
         shares = _shares(one.params, has_parts, num_ranks)
         new = [0.0 if p in seen else share for p, share in zip(one.params, shares, strict=True)] if seen else shares
         each = one.check.tensor_norms.square()
-        own = move(_weighted(each, shares), home)
+        own = move(_weighted(each, shares), device)
         squares[one.index] = own
-        squares[num_optimizers] += own if new == shares else move(_weighted(each, new), home)
+        squares[num_optimizers] += own if new == shares else move(_weighted(each, new), device)
         if len(grads) > 1:
             seen.update(one.params)
     return squares
@@ -114,7 +114,7 @@ def _weighted(squares: Tensor, shares: Sequence[float]) -> Tensor:
 
 
 def _norms(
-    grads: Sequence[OptimizerGrads], squares: Tensor | None, home: torch.device, has_parts: bool
+    grads: Sequence[OptimizerGrads], squares: Tensor | None, device: torch.device, has_parts: bool
 ) -> list[Tensor]:
     """Return the norm of each optimizer's true gradients, and at the end of all, each gradient counted once.
 
@@ -122,16 +122,16 @@ def _norms(
     hold different weights, so that every gradient is a part of all.
     """
     if len(grads) == 1 and (squares is None or not (has_parts or any_dtensor(grads[0].params))):
-        return [move(grads[0].check.norm, home)]
+        return [move(grads[0].check.norm, device)]
     whole: dict[Tensor, Tensor] = {}
     norms = []
     for one in grads:
         each = zip(one.params, one.check.tensor_norms.unbind(), strict=True)
-        own = {p: move(norm, home) for p, norm in each if not (has_parts or is_dtensor(p))}
+        own = {p: move(norm, device) for p, norm in each if not (has_parts or is_dtensor(p))}
         whole.update(own)
         is_whole = len(own) == len(one.params)
         square = None if squares is None or is_whole else squares[one.index]
-        norms.append(move(one.check.norm, home) if square is None else _joined(own, square))
+        norms.append(move(one.check.norm, device) if square is None else _joined(own, square))
     return norms if len(grads) == 1 else [*norms, _joined(whole, None if squares is None else squares[-1])]
 
 

@@ -62,10 +62,10 @@ class Engine:
         self._skip: Skip = skip
         self.root = innermost(model)
         self.gradients = Gradients(model, self.optimizers, names, policy.loss, by_turns=skip == "independent")
-        self.may_capture = self.gradients.home.type != "cpu"  # once: torch makes the text anew each time
+        self.may_capture = self.gradients.device.type != "cpu"  # once: torch makes the text anew each time
         self.buffers = Buffers(self.root, restores=policy.guard.restore_buffers)
-        scaling, home = policy.scaling, self.gradients.home
-        self.loss_scale = LossScale(scale=1.0) if scaling is None else LossScale.start(scaling, home)
+        scaling, device = policy.scaling, self.gradients.device
+        self.loss_scale = LossScale(scale=1.0) if scaling is None else LossScale.start(scaling, device)
         self.recovery = Recovery(self.root, binding, self.gradients, self.buffers, self.loss_scale, names)
         self.guard = self.recovery.guard
         self.replay = self.recovery.replay
@@ -142,9 +142,9 @@ class Engine:
 
     def refuse_capture(self, call: str) -> None:
         """Refuse a call while somebody else captures a graph, which no host could follow when it is replayed: a StepError. Syncs: no."""
-        if self.may_capture and not self.is_captured and is_capturing(home := self.gradients.home):
+        if self.may_capture and not self.is_captured and is_capturing(device := self.gradients.device):
             raise StepError(
-                f"{call} was called while a graph is captured on {home}: the host reads what each step found, and would not "
+                f"{call} was called while a graph is captured on {device}: the host reads what each step found, and would not "
                 "know of a replay. Write step = amp.capture(function), which captures the function's step and replays it, or "
                 "leave training outside of the graph: under torch.no_grad() a forward may go into one."
             )
@@ -200,7 +200,7 @@ class Engine:
     def give_buffers_up(self) -> None:
         """End the step that its gradients were dropped of: only buffers that came out not finite are taken back."""
         written = self.buffers.written()
-        self.buffers.settle(is_bad(norm_and_finite(written).norm, self.gradients.home) if written else False)
+        self.buffers.settle(is_bad(norm_and_finite(written).norm, self.gradients.device) if written else False)
 
     def backward(
         self, loss: Tensor, retain_graph: bool | None, create_graph: bool, inputs: Sequence[Tensor] | None
@@ -255,10 +255,8 @@ class Engine:
         grads = self.gradients.collect(optimizer)
         self.announce(optimizer, clip)
         flags, result = self.check_grads(grads, clip.max_norm)
-        is_healthy = flags.is_known and flags.applied and not flags.flushed  # of which nothing is to be said
-        by_device = is_healthy or all([decides_on_device(one.optimizer) for one in grads])
-        by_host = bool(self.callbacks) or not by_device
-        skipped = result.flags().skipped if flags.is_known or by_host else None
+        must_know = self._must_host_know(grads, flags)
+        skipped = result.flags().skipped if flags.is_known or must_know else None
         self.settle_buffers(flags, skipped)
         is_due = self._is_due and not self.is_captured
         has_parts = self.consensus is not None and self.consensus.has_parts
@@ -269,11 +267,12 @@ class Engine:
         try:
             result.undo = update_(grads, flags, pending, skipped, clip, self._skip)
         except Exception:
-            pending.broken = pending.broken.removeprefix(UNFINISHED)
+            if pending.broken == UNFINISHED:  # refused before an optimizer stepped
+                pending.broken = ""
             raise
         finally:
             self.is_stepping = False
-        self.finish_step(grads, flags, result, skipped if by_host else None)
+        self.finish_step(grads, flags, result, skipped if must_know else None)
         if before is not None:
             self.check()
             warn_of_replaced(self.root)
@@ -281,6 +280,11 @@ class Engine:
             given = before, grads, result.flags(), step, self.report, self.recovery.rate_to_blame
             unless_out_of_memory(partial(self._invariants.check, *given), step)
         return result
+
+    def _must_host_know(self, grads: Sequence[OptimizerGrads], flags: StepFlags[Any]) -> bool:
+        """Whether the host must know before the update who skips: somebody waits for steps that were taken, or an optimizer cannot leave one out on the device. Syncs: no."""
+        is_healthy = flags.is_known and flags.applied and not flags.flushed  # of which nothing is to be said
+        return bool(self.callbacks) or not (is_healthy or all([decides_on_device(one.optimizer) for one in grads]))
 
     def announce(self, optimizer: Optimizer | None, clip: Clip) -> None:
         """Take note of how the step clips, and have the other ranks told, with what this step finds, what it is, and whether something was loaded or written since the last. Syncs: no."""
@@ -313,7 +317,7 @@ class Engine:
         consensus = self.consensus if is_sharded else None
         norm = check_grads(grads, pending, [], self._skip, consensus, len(self.optimizers)).grad_norm
         known = norm if isinstance(norm, Tensor) else float(norm)
-        return torch.as_tensor(known, dtype=torch.float32, device=self.gradients.home)
+        return torch.as_tensor(known, dtype=torch.float32, device=self.gradients.device)
 
     def check_grads(
         self, grads: Sequence[OptimizerGrads], max_norm: Tensor | float | None = None

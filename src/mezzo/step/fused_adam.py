@@ -88,12 +88,12 @@ def _go_together(lists: Sequence[list[Any]], guards: Sequence[Tensor | None]) ->
     """Whether one call of a kernel takes them all."""
     *tensors, counts = lists
     every = list(chain.from_iterable(tensors))
-    home = every[0].device
+    device = every[0].device
     return (
         set(map(type, chain(every, counts))) <= set(PLAIN)
         and len(set(map(_dtype, every))) == 1
-        and (all(map(_is_cpu, every)) or set(map(_device, every)) == {home})
+        and (all(map(_is_cpu, every)) or set(map(_device, every)) == {device})
         and set(map(_layout, tensors[1])) == {torch.strided}
-        and all([guard is None or guard.device == home for guard in guards])
-        and not is_capturing(home)
+        and all([guard is None or guard.device == device for guard in guards])
+        and not is_capturing(device)
     )

@@ -45,10 +45,10 @@ class OptimizerGrads:
     params: list[Tensor]
     check: GradientCheck
 
-    def is_bad(self, home: torch.device) -> Flag:
+    def is_bad(self, device: torch.device) -> Flag:
         """Return whether their norm is inf or NaN; see `is_bad`."""
         known = self.check.known
-        return is_bad(self.check.norm, home) if known is None or not host_decides(home) else not known.is_finite()
+        return is_bad(self.check.norm, device) if known is None or not host_decides(device) else not known.is_finite()
 
     @property
     def grads(self) -> list[Tensor]:
@@ -98,7 +98,7 @@ class Gradients:
         *,
         by_turns: bool,
     ) -> None:
-        self.home = next((p.device for p in names), torch.device("cpu"))
+        self.device = next((p.device for p in names), torch.device("cpu"))
         self._model, self.optimizers, self._names, self._loss_dtype = model, optimizers, names, loss_dtype
         self._by_turns = by_turns
         self._had: dict[Tensor, str] = {}
@@ -154,7 +154,7 @@ class Gradients:
             raise StepError(f"{call} {NO_OPTIMIZER}")
         pending = None if self.is_abandoned or self._are_zeroed(params) else self._pending
         if pending is None:
-            pending = AccumulationState(scale, self.home, penalty_bad=self._penalty_bad)
+            pending = AccumulationState(scale, self.device, penalty_bad=self._penalty_bad)
             if held := [p for p in params if p.grad is not None]:
                 self._leftovers.open(pending, held, self._versions.stamps)
             self._pending, self._penalty_bad = pending, False
@@ -355,14 +355,14 @@ class Gradients:
 
     def _note_penalty(self, outputs: Tensor, found: Iterable[Tensor]) -> None:
         """Remember that true gradients of a finite number came out not finite: then the scale is to blame."""
-        bad = without(self._are_bad(found), is_bad(outputs.detach(), self.home))
+        bad = without(self._are_bad(found), is_bad(outputs.detach(), self.device))
         if self._pending is not None:
             self._pending.penalty_bad = either(bad, self._pending.penalty_bad)
         else:
             self._penalty_bad = either(bad, self._penalty_bad)
 
     def _are_bad(self, grads: Iterable[Tensor]) -> Flag:
-        return is_bad(norm_and_finite(list(grads)).norm, self.home)
+        return is_bad(norm_and_finite(list(grads)).norm, self.device)
 
     def _refuse_broken(self, pending: AccumulationState, call: str) -> None:
         if pending.broken:

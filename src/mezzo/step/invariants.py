@@ -258,14 +258,14 @@ _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 def _sum_of_squares(grads: Iterable[Tensor]) -> Tensor:
     pieces = [piece for grad in grads for (piece,) in chunks(grad)]
-    home = pieces[0].device
+    first = pieces[0].device
     # In memory that all share: what is freed between sums that stay leaves holes in the C library's heap.
     wide = {
         device: torch.empty(max(p.numel() for p in pieces if p.device == device), dtype=widest(device), device=device)
         for device in {p.device for p in pieces}
     }
     squares = [wide[p.device][: p.numel()].view(p.shape).copy_(p).square_().sum() for p in pieces]
-    return torch.stack([square.to(home) for square in squares]).sum()
+    return torch.stack([square.to(first) for square in squares]).sum()
 
 
 def _has_nonfinite(tensor: Tensor) -> Tensor:

@@ -115,23 +115,24 @@ def check_grads(
     `grads` are of each optimizer that has any, of the `num_optimizers` that were prepared; `written` are floating buffers that the forward
     wrote; gradients will be clipped to `max_norm`. Syncs: no on one rank or on accelerators; else with the slowest rank.
     """
-    home, scale = pending.device, pending.scale
-    by_host = host_decides(home)
+    device, scale = pending.device, pending.scale
+    by_host = host_decides(device)
     if by_host and consensus is None and len(grads) == 1 and (norm := _all_well(grads[0], pending, written)):
         return StepFlags(**_HEALTHY, grad_norm=norm, norms=(norm,), skipped=(0.0,))
-    unusable = False if scale is None else is_bad(scale, home)  # one of 0 shows in the norms, which were divided by it
+    # A scale of 0 shows in the norms, which were divided by it.
+    unusable = False if scale is None else is_bad(scale, device)
     own = Findings(
         early=either(pending.gradients_bad, pending.penalty_bad, unusable),
         # A loss made of a penalty that was not finite is no witness.
         loss=pending.loss_bad if pending.penalty_bad is False else without(pending.loss_bad, pending.penalty_bad),
-        buffers=is_bad(norm_and_finite(written).norm, home) if written else False,
-        optimizers=[one.is_bad(home) for one in grads],
+        buffers=is_bad(norm_and_finite(written).norm, device) if written else False,
+        optimizers=[one.is_bad(device) for one in grads],
     )
     if consensus is None and len(grads) == 1 and grads[0].check.is_plain:
         check, bad = grads[0].check, own
-        norms: Sequence[Any] = [check.norm.to(home) if check.known is None or not by_host else check.known]
+        norms: Sequence[Any] = [check.norm.to(device) if check.known is None or not by_host else check.known]
     else:
-        bad, norms = combine(own, grads, home, consensus, num_optimizers)
+        bad, norms = combine(own, grads, device, consensus, num_optimizers)
     if by_host:
         return _decide_on_host(bad, norms, pending, skip)
     return _decide_on_device(bad, norms, pending, skip, max_norm)
@@ -175,25 +176,25 @@ def _decide_on_device(
     skip: Skip,
     max_norm: Tensor | float | None,
 ) -> StepFlags[Tensor]:
-    num, home = len(bad.optimizers), pending.device
+    num, device = len(bad.optimizers), pending.device
     found = {
         "early": [bad.early], "elsewhere": [bad.elsewhere], "optimizers": bad.optimizers, "loss_bad": [bad.loss],
         "buffers_bad": [bad.buffers], "scale": [1.0 if pending.scale is None else pending.scale], "grad_norm": norms[-1:],
         "flushed": [0.0 if pending.flushed is None else pending.flushed],
         "max_norm": [0.0 if max_norm is None else max_norm], "norms": norms[:num],
     }  # fmt: skip
-    zero = constant(0.0, home)
-    there = {name: [_on_device(home, value, zero) for value in values] for name, values in found.items()}
+    zero = constant(0.0, device)
+    there = {name: [_on_device(device, value, zero) for value in values] for name, values in found.items()}
     vector = pack_decision(there, zero)
     together, clips = skip == "together", max_norm is not None
-    choose("decision", home, torch.float32).module.decide_(vector, num, together=together, clips=clips)
+    choose("decision", device, torch.float32).module.decide_(vector, num, together=together, clips=clips)
     return StepFlags.of(vector, num, clips=clips, together=together)
 
 
-def _on_device(home: torch.device, value: Tensor | float, zero: Tensor) -> Tensor:
+def _on_device(device: torch.device, value: Tensor | float, zero: Tensor) -> Tensor:
     if isinstance(value, Tensor):
-        return value if value.dim() == 0 and value.device == home else move(value, home).reshape(())
-    return constant(float(value), home) if value else zero
+        return value if value.dim() == 0 and value.device == device else move(value, device).reshape(())
+    return constant(float(value), device) if value else zero
 
 
 class StepResult:
