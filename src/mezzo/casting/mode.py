@@ -89,7 +89,6 @@ class CastMode(TorchFunctionMode):
         super().__init__()
         self.op_rules = op_rules
         self.rows = op_rules.rows
-        self.decomposed = op_rules.decomposed
         self.cache = cache
         self.keeps_weights = cache is not None and cache.store is not None  # they are there for a faster kernel, too
         self.make_recompute, self.run = make_recompute, run if self.keeps_weights else None
@@ -119,7 +118,7 @@ class CastMode(TorchFunctionMode):
         return self._device
 
     def _unruled(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        decomposed = self.decomposed.get(func)
+        decomposed = self.op_rules.decomposed.get(func)
         if decomposed is not None:
             with self:
                 return decomposed(*args, **kwargs)

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from ..errors import StepError
 from ..formats import describe
-from ..loss_scale import StepScaling, parameters
-from ..optim import MasterWeights
+from ..loss_scale import StepScaling
+from ..optim import MasterWeights, parameters
 from .engine import Engine
 from .grad_passes import clamp_
 from .gradients import OptimizerGrads

@@ -22,8 +22,8 @@ from ..casting import variables_of
 from ..errors import StepError, listed
 from ..formats import LOW_DTYPES, dtype_name
 from ..kernels import local
-from ..loss_scale import GradScaler, parameters
-from ..optim import wrapped_optimizer
+from ..loss_scale import GradScaler
+from ..optim import parameters, wrapped_optimizer
 from ..stamp import Stamp, version_of
 
 _log = logging.getLogger("mezzo.step")

@@ -16,8 +16,8 @@ from .._torch import own_modules, own_parameters
 from ..errors import StepError, kind_of, listed
 from ..formats import LOW_DTYPES, dtype_name
 from ..kernels import move
-from ..loss_scale import AccumulationState, host_decides, parameters
-from ..optim import wrapped_optimizer
+from ..loss_scale import AccumulationState, host_decides
+from ..optim import parameters, wrapped_optimizer
 from ..stamp import Stamp
 from .grad_passes import has_own_zero_grad, multiply_
 

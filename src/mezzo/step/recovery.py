@@ -85,12 +85,11 @@ class Recovery:
         """
         if not state.is_troubled:
             self.replay.forget()
-        stop = state.stop
-        if state.skip is not None and self._demote(state, state.skip, consensus):
+        skip, stop = state.skip, state.stop
+        if skip is not None and self._demote(state, skip, consensus):
             stop = None
-        elif state.skip is not None and stop is None:
-            if state.skip.reason == "loss" and state.counters.skipped_in_a_row == 2:
-                self._explain_early(state.skip, consensus)
+        elif skip is not None and stop is None and skip.reason == "loss" and state.counters.skipped_in_a_row == 2:
+            self._explain_early(skip, consensus)
         # All ranks have read the same flags, but what else is not finite, or was flushed, each sees in its own part.
         is_watched = state.is_troubled or state.small_in_a_row > 0
         if consensus is not None and is_watched and consensus.group.any(stop is not None) and stop is None:
