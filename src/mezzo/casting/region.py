@@ -106,7 +106,7 @@ class autocast(UnmanagedAutocast):  # the name torch gives it
         is_decided = enabled and dtype is not None
         defaults = () if is_decided else tuple([torch.get_autocast_dtype(device) for device in devices])
         self._plan = plan_of(devices, defaults, dtype, enabled, cache_enabled, policy, cache)
-        self._asked: tuple[object, ...] | None = (device_type, dtype, enabled, cache_enabled, policy, cache, strict)
+        self._asked: tuple[Any, ...] | None = (device_type, dtype, enabled, cache_enabled, policy, cache, strict)
         self._traced: list[_Frame] = []  # entries in a graph; those of a thread are the thread's
         if self._plan.warning is not None:
             sentence = self._plan.warning.replace("autocast('cuda')", f"autocast({device_type!r})")
@@ -133,7 +133,8 @@ class autocast(UnmanagedAutocast):  # the name torch gives it
             raise RegionError(
                 "a region that repeats what is in force belongs to this process; build one with autocast()."
             )
-        return _ask, self._asked
+        *positional, policy, cache, strict = self._asked
+        return functools.partial(autocast, *positional, policy=policy, cache=cache, strict=strict), ()
 
     @property
     def engine(self) -> Literal["dispatcher", "mode"]:
@@ -350,11 +351,6 @@ def _innermost_mode() -> CastMode | None:
     if num_function_modes() == 0:
         return None
     return next((mode for mode in reversed(function_modes()) if isinstance(mode, CastMode)), None)
-
-
-def _ask(*asked: Any) -> autocast:
-    *positional, policy, cache, strict = asked
-    return autocast(*positional, policy=policy, cache=cache, strict=strict)
 
 
 def _recompute(mode: CastMode) -> AbstractContextManager[object]:
