@@ -250,7 +250,7 @@ class MasterOptimizer(KeepsMasters):
             params, (names, rule, shared) = group["params"], self._read_options(group, is_compiling)
             if shared is None or shared != last:
                 own = offset, names, *map(group.__getitem__, OWN_OPTIONS)
-                steps.append(GroupStep(group, [], own, names, rule, offset, [], []))
+                steps.append(GroupStep(group=group, options=own, names=names, rule=rule, offset=offset))
             step, last = steps[-1], shared
             step.groups.append(group)
             step.params.extend(params)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
@@ -92,7 +92,7 @@ class Active:
                 check_shape(self.name, key, held, self.param)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(kw_only=True, slots=True, eq=False)
 class GroupStep:
     """One group as a step meets it, or neighbours whose options agree, which are stepped as one.
 
@@ -108,13 +108,13 @@ class GroupStep:
     """
 
     group: dict[str, Any]
-    groups: list[dict[str, Any]]
+    groups: list[dict[str, Any]] = field(default_factory=list)
     options: tuple[object, ...]
     names: tuple[str, ...]
     rule: Any
     offset: int
-    params: list[Tensor]
-    grads: list[Tensor | None]
+    params: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor | None] = field(default_factory=list)
 
     def active(self, states: Mapping[Tensor, dict[str, Any]]) -> list[Active]:
         """Return the parameters that have a gradient, with the state that is there. Host only."""
