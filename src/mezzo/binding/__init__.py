@@ -14,7 +14,7 @@ from .forward import AfterForward as AfterForward
 from .forward import BeforeForward as BeforeForward
 from .forward import Binding as Binding
 from .forward import bound_of as bound_of
-from .module_rules import tensors_in as tensors_in
+from .module_rules import named_tensors as named_tensors
 from .module_rules import with_missing_kernels as with_missing_kernels
 from .storage import check_floats as check_floats
 from .storage import check_optimizers as check_optimizers

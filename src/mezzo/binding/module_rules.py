@@ -53,19 +53,19 @@ class Regions(Protocol):
         ...
 
 
-def tensors_in(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
+def named_tensors(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors in nested mappings, sequences and dataclasses, with a name for each. Syncs: no."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from tensors_in(item, f"{name}[{key!r}]")
+            yield from named_tensors(item, f"{name}[{key!r}]")
     elif isinstance(value, (list, tuple)):
         for i, item in enumerate(value):
-            yield from tensors_in(item, f"{name}[{i}]")
+            yield from named_tensors(item, f"{name}[{i}]")
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name), f"{name}.{field.name}")
+            yield from named_tensors(getattr(value, field.name), f"{name}.{field.name}")
 
 
 def cast_nest(value: Any, dtype: torch.dtype, what: str, module: nn.Module) -> Any:

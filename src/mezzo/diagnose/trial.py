@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
-from ..binding import tensors_in
+from ..binding import named_tensors
 from ..distributed import sharded_modules
 from ..errors import ConfigError, kind_of
 from ..formats import describe
@@ -86,7 +86,7 @@ def loss_of(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> Tensor:
             return loss
         got, hint = (describe(loss), " Write .mean() or .sum().") if isinstance(loss, Tensor) else (kind_of(loss), "")
         raise ConfigError(f"loss_fn returned {got} instead of the loss, a tensor of one number.{hint}")
-    outputs = [t for _, t in tensors_in(call(model, batch), "output") if t.is_floating_point()]
+    outputs = [t for _, t in named_tensors(call(model, batch), "output") if t.is_floating_point()]
     return torch.stack([t.float().square().mean() for t in outputs]).sum() if outputs else torch.zeros(())
 
 

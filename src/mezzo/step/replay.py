@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .. import random_state
 from .._torch import functorch_level, graph_task_id, is_capturing, tree_map, version
-from ..binding import tensors_in
+from ..binding import named_tensors
 from ..random_state import RandomState
 from .result import Reason
 
@@ -39,7 +39,7 @@ def _are_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def _versions(value: object) -> tuple[int, ...]:
-    return tuple(version(t) for _, t in tensors_in(value) if not t.is_inference())
+    return tuple(version(t) for _, t in named_tensors(value) if not t.is_inference())
 
 
 def _fresh(value: Any) -> Any:
@@ -119,7 +119,7 @@ class Replay:
         return partial(self._await_grads, call)
 
     def _await_grads(self, call: _Call, out: object) -> None:
-        for index, (_, tensor) in enumerate(tensors_in(out)):
+        for index, (_, tensor) in enumerate(named_tensors(out)):
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._note, call, index))  # type: ignore[no-untyped-call]  # torch's own
 
@@ -216,7 +216,7 @@ class Replay:
         grads: list[Tensor] = []
         for call in kept.calls:
             random_state.set_(call.random)
-            for index, (_, tensor) in enumerate(tensors_in(call.module(*_fresh(call.args), **_fresh(call.kwargs)))):
+            for index, (_, tensor) in enumerate(named_tensors(call.module(*_fresh(call.args), **_fresh(call.kwargs)))):
                 if index in call.grads:
                     outputs.append(tensor)
                     grads.append(call.grads[index])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
 from .._torch import dispatch_modes, local_tensor, storage_id, unwrapped
-from ..binding import bound_of, innermost, tensors_in, uncompiled
+from ..binding import bound_of, innermost, named_tensors, uncompiled
 from ..distributed import living
 from ..errors import ConfigError, kind_of
 
@@ -178,7 +178,7 @@ class ModuleStack:
             return
         place = self._place_of(module)
         if not self._stack:
-            given = tensors_in(_call_arguments(args), "")
+            given = named_tensors(_call_arguments(args), "")
             self.inputs[:] = [(f"input {name} of {place.root}", unwrapped(t)) for name, t in given]
             self._on_root(module)
         self._stack.append((module, place))

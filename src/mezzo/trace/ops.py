@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._torch import OpOverload, has_no_memory, local_tensor, sparse_values, tree_map, unwrapped
-from ..binding import tensors_in
+from ..binding import named_tensors
 from ..formats import widest
 
 _RENAMED = {
@@ -143,7 +143,7 @@ def op_facts(func: OpOverload[Any, Any]) -> OpFacts:
 
 def floating(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield the floating values of the tensors in nested data, with a name for each. Syncs: no."""
-    return ((inner, values) for inner, tensor in tensors_in(value, name) if (values := plain(tensor)) is not None)
+    return ((inner, values) for inner, tensor in named_tensors(value, name) if (values := plain(tensor)) is not None)
 
 
 def plain(tensor: Tensor) -> Tensor | None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as optimizer_hooks
 
 from .._torch import autograd_node, dispatch_modes, function_modes
-from ..binding import tensors_in
+from ..binding import named_tensors
 from ..errors import ConfigError, RegionError, shown
 from ..formats import SMALLEST, dtype_name, is_count, is_number, number_of
 from ..optim import parameters
@@ -253,7 +253,9 @@ class Trace:
         if autograd_node() is not None:
             return
         with self._collector.aside():
-            tensors = [(n, v, t.requires_grad) for n, t in tensors_in(output, "output") if (v := plain(t)) is not None]
+            tensors = [
+                (n, v, t.requires_grad) for n, t in named_tensors(output, "output") if (v := plain(t)) is not None
+            ]
             if tensors:
                 self._size("output", place.module, type(module).__name__, id(module), tensors[0][1], place.root)
             if not self._context.modules.is_outside:
