@@ -26,11 +26,7 @@ class Output:
 def test_tensors_in_nests_are_named_by_the_way_to_them() -> None:
     x = torch.ones(1)
     nest = {"a": [x, "no tensor", (x,)], 2: Output(x), "kind": Output}
-    assert [name for name, _ in named_tensors(nest, "input")] == [
-        "input['a'][0]",
-        "input['a'][2][0]",
-        "input[2].logits",
-    ]
+    assert [n for n, _ in named_tensors(nest, "input")] == ["input['a'][0]", "input['a'][2][0]", "input[2].logits"]
 
 
 class Inner(nn.Module):

@@ -111,14 +111,14 @@ def step_by_closure(engine: Engine, closure: Closure, optimizer: Optimizer | Non
     for one in engine.stepped_options(chosen[0]):
         one.refuse_options(has_closure=True)
     guard = engine.policy.guard
-    result = _attempt(engine, closure, chosen[0], clip)
+    result = _try_once(engine, closure, chosen[0], clip)
     # The guard stops a run after that many; without it nothing else would.
     for _ in range(guard.patience - 1):
         if guard.on_overflow != "retry" or result.reason != "gradients":
             break
         engine.check()
         engine.gradients.zero(set_to_none=True)
-        result = _attempt(engine, closure, chosen[0], clip)
+        result = _try_once(engine, closure, chosen[0], clip)
     return result
 
 
@@ -145,11 +145,10 @@ def _evaluate_again(engine: Engine, optimizer: Optimizer, closure: Closure, scal
         put_back()
 
 
-def _attempt(engine: Engine, closure: Closure, optimizer: Optimizer, clip: Clip) -> StepResult:
+def _try_once(engine: Engine, closure: Closure, optimizer: Optimizer, clip: Clip) -> StepResult:
     put_back = _remember(optimizer)
-    recovery = engine.recovery
-    if recovery.guard.may_stop:
-        recovery.replay.keep_closure(partial(_evaluate_again, engine, optimizer, closure))
+    if engine.guard.may_stop:
+        engine.replay.keep_closure(partial(_evaluate_again, engine, optimizer, closure))
     with ExitStack() as scope, engine.stepping():
         evaluations = _Evaluations(engine, optimizer, closure, clip, scope)
         try:
