@@ -128,9 +128,8 @@ class Recovery:
     def bind_policy(self, policy: Policy) -> None:
         """Bind another policy from the next forward on. Writes: the `Bound` of every module."""
         before = self.binding
-        self.binding = bind(self._model, policy, before.cache)
-        for name in ("before_forward", "before_trace", "owner"):
-            setattr(self.binding, name, getattr(before, name))
+        self.binding = now = bind(self._model, policy, before.cache)
+        now.before_forward, now.before_trace, now.owner = before.before_forward, before.before_trace, before.owner
 
     def forget(self) -> None:
         """Forget what earlier steps have shown: the run goes on from somewhere else. Syncs: with the last step."""
