@@ -126,12 +126,6 @@ class GradVersions:
         return edited
 
 
-def same(one: Stamp | None, other: Stamp) -> bool:
-    """Whether two stamps are of one tensor that was not written between them; None is of none."""
-    # Python makes one plain reference to an object.
-    return one is not None and one[0] is other[0] and one[1] == other[1]
-
-
 def grads_by_id(params: Iterable[Tensor]) -> list[tuple[int, Tensor]]:
     """Return the gradients that parameters have, by the ids of these. Host only."""
     return [(id(p), g) for p in params if (g := p.grad) is not None]

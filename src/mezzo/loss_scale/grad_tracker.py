@@ -19,7 +19,7 @@ from ..errors import ScalerError
 from ..kernels import move
 from ..stamp import Stamp
 from . import messages
-from .accumulation import GradSums, ask_before_steps, grads_by_id, same, stamps_of
+from .accumulation import GradSums, ask_before_steps, grads_by_id, stamps_of
 from .fused import parameters
 from .unscale import real_values
 
@@ -195,11 +195,11 @@ class GradTracker:
         """Note the gradients that are no longer what they were before a pass, and return whether there are any."""
         grads = grads_by_id(params)
         now = stamps_of(grads)
-        touched = [(key, grad) for key, grad in grads if not same(before.get(key), now[key])]
+        touched = [(key, grad) for key, grad in grads if not _is_same(before.get(key), now[key])]
         # What was zeroed or edited before the pass is as good as new.
         entries = {key: entry for key, _ in touched if (entry := self._entries.get(key)) is not None}
         divided = {key: entry for key, entry in entries.items() if entry.mark is not Mark.SCALED}
-        mixed = {key: Mark.MIXED for key, entry in divided.items() if same(before.get(key), entry.stamp)}
+        mixed = {key: Mark.MIXED for key, entry in divided.items() if _is_same(before.get(key), entry.stamp)}
         self._note(touched, mixed, Mark.SCALED)
         return bool(touched)
 
@@ -257,6 +257,12 @@ class GradTracker:
             for index, (entry, grad) in enumerate(found)
             if entry and grad is not None and entry.mark is not Mark.UNSCALED and is_noted(entry.stamp, grad)
         ]
+
+
+def _is_same(one: Stamp | None, other: Stamp) -> bool:
+    """Whether two stamps are of one tensor that was not written between them; None is of none."""
+    # Python makes one plain reference to an object.
+    return one is not None and one[0] is other[0] and one[1] == other[1]
 
 
 def _verdict(entry: Entry, grad: Tensor, iteration: int) -> str | None:
