@@ -123,3 +123,114 @@ def test_a_weight_that_is_a_whole_number_is_no_count() -> None:
         return (m(x).float() - x * 300 - 1234).square().mean()
 
     assert not named(traced(far), "integers-in-16-bit")
+
+
+def same_labels(m: nn.Linear, x: Tensor) -> Tensor:
+    t = low(torch.linspace(5, 5.02, len(x)))
+    return ((m(x) @ m(x).T).float() * (t[:, None] == t).float()).mean()
+
+
+def largest(m: nn.Linear, x: Tensor) -> Tensor:
+    score = low(m(x).float() * 0.01 + 3)
+    return (m(x).float() * (score == score.amax(-1, keepdim=True)).float()).mean()
+
+
+def kept_rows(m: nn.Linear, x: Tensor) -> Tensor:
+    t = low(torch.linspace(5, 5.02, len(x)))
+    return m(x)[t != t[0]].float().square().mean()
+
+
+def fixed_point(m: nn.Linear, x: Tensor) -> Tensor:
+    now = low(x) + 10
+    while not (now == (following := now + (now - 10) * 1e-3)).all() and float(now.float().square().mean()) < 200:
+        now = following
+    return (m(x).float() * (now.float() - 10)).square().mean()
+
+
+def fixed_point_by_equal(m: nn.Linear, x: Tensor) -> Tensor:
+    now = low(x) + 10
+    while not torch.equal(now, following := now + (now - 10) * 1e-3) and float(now.float().square().mean()) < 200:
+        now = following
+    return (m(x).float() * (now.float() - 10)).square().mean()
+
+
+def adaptive_steps(m: nn.Linear, x: Tensor) -> Tensor:
+    y, rate, h, time = low(x) * 0.01 + 1, m(x).mean() + 1, 0.1, 0.0
+    for _ in range(20):
+        first = -y * low(rate)
+        by_euler, by_heun = y + h * first, y + h / 2 * (first - (y + h * first) * low(rate))
+        if (by_heun - by_euler).abs().max() < 2e-3:
+            y, time = by_heun, time + h
+        h = 0.5 * h
+    return (y.float() - time).square().mean()
+
+
+def factor_or_diagonal(m: nn.Linear, x: Tensor) -> Tensor:
+    z = m(x[:16]).float()
+    kernel = torch.exp(low(torch.cdist(z, z).square()) * -0.01).float() + 1e-3 * torch.eye(16)
+    try:
+        factor = torch.linalg.cholesky(kernel)
+    except torch.linalg.LinAlgError:
+        factor = kernel.diagonal().sqrt().diag()
+    return torch.cholesky_solve(x[:16], factor).square().mean()
+
+
+def factor_by_its_info(m: nn.Linear, x: Tensor) -> Tensor:
+    z = m(x[:16]).float()
+    kernel = torch.exp(low(torch.cdist(z, z).square()) * -0.01).float() + 1e-3 * torch.eye(16)
+    factor, info = torch.linalg.cholesky_ex(kernel)
+    return torch.cholesky_solve(x[:16], kernel.diagonal().sqrt().diag() if info.any() else factor).square().mean()
+
+
+def codes_by_one_hot(m: nn.Linear, x: Tensor) -> Tensor:
+    z, c = low(x + 40), low(m.weight * 4 + 40)
+    d = (z * z).sum(-1, keepdim=True) - 2 * z @ c.T + (c * c).sum(-1)
+    return (F.one_hot(d.argmin(-1), 8).float() @ m.weight.float() - x).square().mean()
+
+
+ANSWERED = [
+    same_labels, largest, kept_rows, fixed_point, fixed_point_by_equal, adaptive_steps, factor_or_diagonal, factor_by_its_info, codes_by_one_hot,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("loss_of", ANSWERED)
+def test_answers_that_rounding_gave_are_named_where_a_gradient_or_the_host_goes_by_them(loss_of: Losses) -> None:
+    assert named(traced(loss_of), "rounded-index") == [loss_of.__name__]
+    assert not named(traced(loss_of, FP32), "rounded-index")
+
+
+def ids_as_numbers(m: nn.Linear, x: Tensor) -> Tensor:
+    row = (low(torch.linspace(1, 40, len(x))) / 0.01).floor().long()
+    return (row.float()[:, None] / 4000 * m(x).float()).square().mean()
+
+
+def the_best_so_far(m: nn.Linear, x: Tensor) -> Tensor:
+    loss = m(x).square().mean()
+    return loss.float() if loss < 1e3 else (loss * 0.5).float()
+
+
+def a_margin(m: nn.Linear, x: Tensor) -> Tensor:
+    z = m(x)
+    return (z * (z > 0.1)).float().square().mean()
+
+
+def what_is_not_0(m: nn.Linear, x: Tensor) -> Tensor:
+    z = low(x).relu()
+    return (m(x).float() * (z != 0).float()).square().sum() / (z != 0).sum()
+
+
+def with_more_on_the_diagonal(m: nn.Linear, x: Tensor) -> Tensor:
+    z = m(x[:16])
+    kernel, info, more = (z @ z.T).float() - 0.1 * torch.eye(16), torch.ones(()), 0.0
+    while info.any():
+        factor, info = torch.linalg.cholesky_ex(kernel + more * torch.eye(16))
+        more += 0.5
+    return torch.cholesky_solve(x[:16], factor).square().mean()
+
+
+@pytest.mark.parametrize(
+    "loss_of", [ids_as_numbers, the_best_so_far, a_margin, what_is_not_0, with_more_on_the_diagonal]
+)
+def test_answers_that_fp32_gives_too_are_healthy(loss_of: Losses) -> None:
+    report = traced(loss_of)
+    assert report.answer == "healthy" and not named(report, "rounded-index")

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ..formats import LOW_DTYPES, dtype_name
 from .measure import amax, ids_in, is_finite, mean_row, rerun, share_off, whole_results
-from .ops import SPECTRA, Call, is_product, plain
-from .records import Lint, Site
+from .ops import FACTORIZATIONS, SPECTRA, Call, is_product, plain
+from .records import Lint, LintCase, Site
 from .reference_path import ReferencePath
 from .wide_values import StorageNotes, WideValues, forget_results, run_in_fp32
 
@@ -26,8 +26,14 @@ _MOVES = frozenset("index gather index_select take masked_select clone copy to e
 """Ops that make no error of what they are given alone, but may show one: they move it, or scale it by a number."""
 _LOGARITHMS = frozenset({"log", "log2", "log10", "log1p"})
 """Ops whose gradient is right where their argument is."""
-_PICKS = frozenset({"topk", "argmax", "argmin", "max", "min", "kthvalue", "median", "bucketize", "searchsorted", "to"})
-"""Ops that give whole numbers which others read as ids; the order of a sort is another with each rounding, and means the same."""
+_EQUALS = frozenset({"eq", "ne", "equal"})
+_COMPARES = _EQUALS | {"lt", "le", "gt", "ge"}
+_PICKS = (
+    _COMPARES
+    | FACTORIZATIONS
+    | {"topk", "argmax", "argmin", "max", "min", "kthvalue", "median", "bucketize", "searchsorted", "to"}
+)
+"""Ops that give whole numbers which others read as ids, or answers; the order of a sort is another with each rounding, and means the same."""
 _TURNED = 1 / 2
 """How far what ids pick must lie from what those of fp32 pick."""
 _WRONG, _SEEN = 1 / 4, 1 / 8
@@ -165,7 +171,7 @@ class Amplified:
 
 
 class RoundedIndices:
-    """Follows ids that were computed from 16-bit numbers to what they pick: whether fp32 picks others, and a gradient feels it."""
+    """Follows ids and answers that were computed from 16-bit numbers to what they pick: whether fp32 has others, and a gradient or the host feels it."""
 
     def __init__(self, amplified: Amplified, reference: ReferencePath) -> None:
         self._amplified, self._reference = amplified, reference
@@ -180,7 +186,7 @@ class RoundedIndices:
         known = {id(t): v for _, t in call.inputs if (v := self._reference.get(t)) is not None}
         for ids in found if call.facts.writes else ():
             self._picked.forget(ids)
-        if not found or call.facts.writes or not (picked or (known and call.facts.name in _PICKS)):
+        if not found or not (picked or (known and call.facts.name in _PICKS)):
             return
         near = self._amplified.local.known(call)
         wide, alone = whole_results(call, known | picked), whole_results(call, near | picked)
@@ -190,14 +196,22 @@ class RoundedIndices:
                 continue
             value, alike = _in_places_of(call, ids, others), _in_places_of(call, ids, nearby)
             turned, left = (float((x != value).float().mean()) for x in (ids, alike))
-            if lint is None and turned and left <= turned / 4:
+            if lint is None and turned and (left <= turned / 4 or _is_answered_by_rounding(call, known)):
                 lint = Lint(
                     rule="rounded-index", site=site, kernel=call.facts.kernel, dtype=dtype_name(self._reference.low),
-                    what=f"{turned:.0%}", value=turned,
+                    what=f"{turned:.0%}", value=turned, case=_case_of(call.facts.name),
                 )  # fmt: skip
             if lint is not None:
                 self._picked.put(ids, value)
                 self._picked_by.note(ids, lint)
+                if call.facts.name == "equal":
+                    self.read(ids, site)
+
+    def read(self, answer: Tensor, site: Site) -> None:
+        """Take note of an answer that the host goes by, where fp32 has the other. Syncs: where one is known."""
+        value, lint = self._picked.get(answer), self._picked_by.get(answer)
+        if value is not None and lint is not None and answer.dtype is torch.bool and bool(value != answer):
+            self._amplified.tell(lint, site.step)
 
     def refused(self, call: Call, site: Site) -> None:
         """Take note of an op that raised for ids that rounding turned, and takes those of fp32. Syncs: as the op does."""
@@ -208,8 +222,11 @@ class RoundedIndices:
     def _feel(self, call: Call, site: Site, picked: dict[int, Tensor]) -> None:
         """Compare what ids pick, less what all of a table has in common, with what those of fp32 do: is it felt, where a gradient is, or behind? Syncs: there."""
         for tensor, value in zip(call.out, self._picking(call, picked) or [], strict=False):
-            mean = mean_row(call.inputs[0][1], value)
-            if tensor.shape == value.shape and share_off(tensor.detach() - mean, value.float() - mean) > _TURNED:
+            mean = mean_row(call.inputs[0][1] if call.inputs else value, value)
+            is_other = 2 * tensor.numel() < value.numel() or 2 * value.numel() < tensor.numel()
+            if tensor.shape == value.shape:
+                is_other = share_off(tensor.detach() - mean, value.float() - mean) > _TURNED
+            if is_other:
                 if call.is_tracked:
                     self._amplified.tell(self._behind(call), site.step)
                 else:
@@ -238,6 +255,16 @@ def _are_too_close(tensor: Tensor, wide: Tensor) -> bool:
         return False
     rows = wide.reshape(-1, wide.shape[-1])
     return 0 < _WRONG * float((rows - rows.mean(0)).norm()) < float((wide.to(tensor.dtype) - wide).norm()) < math.inf
+
+
+def _case_of(name: str) -> LintCase:
+    return "factors" if name in FACTORIZATIONS else "answer" if name in _COMPARES else ""
+
+
+def _is_answered_by_rounding(call: Call, known: dict[int, Tensor]) -> bool:
+    """Say whether a question is of numbers that 16 bit made equal, or that lie nowhere near those of fp32. Syncs: yes."""
+    name, asked = call.facts.name, [(t, known[id(t)]) for _, t in call.inputs if id(t) in known]
+    return name in _EQUALS | FACTORIZATIONS or (name in _COMPARES and any(share_off(*pair) > _TURNED for pair in asked))
 
 
 def _is_data(call: Call, read: Tensor, error: _Error) -> bool:

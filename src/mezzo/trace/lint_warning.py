@@ -102,6 +102,14 @@ TEXTS: dict[tuple[LintRule, LintCase], Callable[[Lint], tuple[str, str]]] = {
         f"{x.site.op} picks by numbers that {x.dtype} rounded since the last layer or input: fp32 picks others in {x.what} of its places.",
         "compute what it picks by, from there on, in fp32: x = x.float(), with torch.autocast(..., enabled=False); keep the type of the result.",
     ),
+    ("rounded-index", "answer"): lambda x: (
+        f"{x.site.op} compares numbers that {x.dtype} rounded: fp32 gives the other answer in {x.what} of its places.",
+        "compare in fp32, of numbers that were made in it (x.float(), with torch.autocast(..., enabled=False)); ask of equality within a distance: (a - b).abs() < tolerance.",
+    ),
+    ("rounded-index", "factors"): lambda x: (
+        f"{x.site.op} finds no factors of {x.what} of the matrices that it is given, which {x.dtype} rounded: in fp32 they have some.",
+        "make the matrix in fp32, of numbers that were never 16 bit; what stands in for factors is for matrices that have none.",
+    ),
     ("masked-row", ""): lambda x: (
         f"{x.what} of a softmax hold -inf alone, which gives NaN.",
         "keep one entry in every row, or mask with torch.finfo(x.dtype).min.",

@@ -98,7 +98,7 @@ def rms(tensor: Tensor, *, is_finite: bool = False) -> float:
     return length(values) / math.sqrt(tensor.numel())
 
 
-_IDS = (torch.int64, torch.int32)
+_IDS = (torch.int64, torch.int32, torch.bool)
 
 
 def rerun(call: Call, given: Given | None = None) -> list[Tensor]:
@@ -109,17 +109,22 @@ def rerun(call: Call, given: Given | None = None) -> list[Tensor]:
 
     Raises: RuntimeError, NotImplementedError: the op has no kernel for these dtypes. Syncs: as the op does.
     """
-    facts, (args, kwargs) = call.facts, given or call.given
+    (args, kwargs), out = _again(call, given or call.given)
+    found = results(call.facts, args, kwargs, out)
+    has_failed = call.facts.name in FACTORIZATIONS and bool(out[-1].any())
+    return [torch.full_like(t, math.nan) for t in found] if has_failed else found
+
+
+def _again(call: Call, given: Given) -> tuple[Given, Any]:
+    """Run an op on copies of what it writes; return what it was given, with these, and what it returned."""
+    facts, (args, kwargs) = call.facts, given
     if is_collective(facts.kernel):
         raise NotImplementedError(f"{facts.kernel} waits for other ranks, and is not run again.")
     named = zip(facts.arguments, args, strict=False)
     args = tuple(tree_map(_clone, a) if name in facts.writes else a for name, a in named)
     kwargs = {name: tree_map(_clone, a) if name in facts.writes else a for name, a in kwargs.items()}
     with torch.no_grad(), without_autocast(), random_state.kept() if facts.draws else nullcontext():
-        out = call.func(*args, **kwargs)
-    found = results(facts, args, kwargs, out)
-    has_failed = facts.name in FACTORIZATIONS and bool(out[-1].any())
-    return [torch.full_like(t, math.nan) for t in found] if has_failed else found
+        return (args, kwargs), call.func(*args, **kwargs)
 
 
 def _clone(value: Any) -> Any:
@@ -155,17 +160,17 @@ def whole_results(call: Call, values: dict[int, Tensor]) -> list[Tensor]:
     """Return the ids that an op gives in fp32 with some arguments exchanged, by their `id`; none where it cannot. Syncs: as the op does."""
     if call.facts.draws:
         return []
-    args, kwargs = _widened(call.given_with(values), torch.float32)
+    given = _widened(call.given_with(values), torch.float32)
     try:
-        with torch.no_grad(), without_autocast():
-            return ids_in(call.func(*args, **kwargs))
+        return ids_in(_again(call, given)[1])
     except (RuntimeError, NotImplementedError, TypeError, IndexError):
         return []
 
 
 def ids_in(value: Any) -> list[Tensor]:
-    """Return the tensors of int64 and int32 in what an op was given or gave. Syncs: no."""
-    return [t for t in tree_leaves(value) if isinstance(t, Tensor) and t.dtype in _IDS and is_plain(t)]
+    """Return the tensors of int64, int32 and bool in what an op was given or gave. Syncs: no."""
+    found = [torch.tensor(value)] if isinstance(value, bool) else tree_leaves(value)  # of equal
+    return [t for t in found if isinstance(t, Tensor) and t.dtype in _IDS and is_plain(t)]
 
 
 def wide_results(call: Call, narrow: torch.dtype, given: Given | None = None) -> tuple[Wide, ...]:
