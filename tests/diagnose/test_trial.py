@@ -291,3 +291,14 @@ def test_a_copy_of_a_pruned_model_trains_what_it_prunes() -> None:
     with bind_copy(model, mezzo.Policy.parse("bf16")) as bound:
         bound(BATCH).sum().backward()
         assert bound.get_parameter("0.weight_orig").grad is not None
+
+
+class SlipAbove(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x, x)  # type: ignore[call-arg]  # in the name of a class that it is of
+
+
+@pytest.mark.parametrize("call", RUNS)
+def test_a_slip_inside_of_the_model_is_no_misfit_of_the_batch(call: str) -> None:
+    with pytest.raises(TypeError, match=r"Linear\.forward\(\) takes 2"):
+        RUNS[call](SlipAbove(8, 2), BATCH)

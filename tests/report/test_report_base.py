@@ -14,6 +14,7 @@ from tests.report.samples import DOCUMENT, sample
 from tests.zoo import faulty_forward
 
 import mezzo.diagnose as diagnose
+from mezzo.errors import ConfigError
 from mezzo.report import render_page
 from mezzo.report.report_base import to_plain
 
@@ -67,3 +68,11 @@ def test_a_page_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(OSError, match="no space"):
         sample().to_html(page)
     assert page.read_text() == "what was there" and [*tmp_path.iterdir()] == [page]
+
+
+def test_a_folder_is_no_page(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"to_html was given the folder .*; name the file to write, such as .*report\.html\."
+    ):
+        sample().to_html(tmp_path)
+    assert not [*tmp_path.iterdir()]

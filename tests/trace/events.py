@@ -48,4 +48,4 @@ def record(events: list[Event], *sinks: Sink) -> TraceRecord:
 
 
 def sink(kind: str, *causes: int, step: int = 0) -> Sink:
-    return Sink(kind=kind, name=kind, causes=frozenset(causes), step=step, after=1)
+    return Sink(kind=kind, name=kind, causes=frozenset(causes), step=step)

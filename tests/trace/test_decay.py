@@ -42,6 +42,7 @@ def decayed(state: Tensor, factor: float, steps: int, *, is_written: bool = Fals
 def test_a_decay_that_16_bit_rounds_away_is_named(shape: tuple[int, ...], steps: int, is_new: bool) -> None:
     [found] = decayed(torch.full(shape, 0.1, dtype=BF16), 0.9985, steps, is_new=is_new).findings
     assert (found.verdict, found.op) == ("lost-update", "mul") and found.frame is not None
+    assert "half the spacing of bf16 there" in found.why
 
 
 @pytest.mark.parametrize(

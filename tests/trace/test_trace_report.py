@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import html
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -107,3 +109,15 @@ def test_a_broken_rule_is_told_with_what_to_write_instead(tmp_path: Path) -> Non
     page = html.unescape((tmp_path / "page.html").read_text(encoding="utf-8"))
     for said in (str(t.report), t.report.to_text(), page):
         assert f"{told.why} Instead: {told.advice}" in " ".join(said.split())
+
+
+@pytest.mark.parametrize(("look", "said"), [(diagnose.trace, r"trace of \d+ ops in 2"), (diagnose.watch, "watch of 2")])
+def test_what_looks_says_what_it_has_seen_and_where_it_says_what_it_found(look: Any, said: str) -> None:
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with look(model) as looking:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(3, 4)).sum().backward()
+            optimizer.step()
+    assert re.fullmatch(rf"<{said} steps: its \.report says what it found>", repr(looking))

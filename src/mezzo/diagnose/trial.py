@@ -35,15 +35,12 @@ def call(model: nn.Module, batch: Any) -> Any:
     """Call a model on a batch: a dict is named arguments, a tuple or list positional ones, all else one argument. Raises: ConfigError: it takes others."""
     named = batch if isinstance(batch, Mapping) else {}
     placed = () if named is batch else batch if isinstance(batch, (tuple, list)) else (batch,)
-    try:
-        return model(*placed, **named)
-    except TypeError as error:
-        if not any(f"{kind.__name__}.forward() " in str(error) for kind in type(model).__mro__):
-            raise
+    if why := why_not_called(model.forward, *placed, **named):
         raise ConfigError(
-            f"the batch does not fit the model: {error}. A tuple or list is its positional arguments, a dict its named ones. Write "
-            "loss_fn=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]) for inputs and targets."
-        ) from error
+            f"the batch does not fit the model: {type(model).__name__}.forward() does not take it: {why}. A tuple or list is its "
+            "positional arguments, a dict its named ones. Write loss_fn=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]) for inputs and targets."
+        )
+    return model(*placed, **named)
 
 
 def check_trial(call: str, batch: object, loss_fn: object) -> None:
@@ -66,10 +63,10 @@ def check_trial(call: str, batch: object, loss_fn: object) -> None:
         raise ConfigError(f"{given}, which takes other arguments than (model, batch). Write lambda model, batch: ...")
 
 
-def why_not_called(function: Callable[..., object], *given: object) -> str:
+def why_not_called(function: Callable[..., object], *given: object, **named: object) -> str:
     """Return what does not fit where a function is called with arguments; empty if they fit, or it is one of C, which does not say. Host only."""
     try:
-        inspect.signature(function).bind(*given)
+        inspect.signature(function).bind(*given, **named)
     except (TypeError, ValueError) as error:
         return str(error) if isinstance(error, TypeError) else ""
     return ""

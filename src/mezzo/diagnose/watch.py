@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_hooks
 
 from .._torch import autograd_node, functorch_level
-from ..errors import ConfigError, shown
+from ..errors import ConfigError, plural, shown
 from ..formats import LOW_DTYPES, dtype_name, is_count
 from ..kernels import move
 from ..optim import keeps_masters, parameters, stepped_optimizer
@@ -95,6 +95,9 @@ class Watch(AbstractContextManager["Watch"]):
         else:
             self._note_masters(amp.optimizers)
             self._on.callback(cover(amp, step=self._step, backward=self._backward))
+
+    def __repr__(self) -> str:
+        return f"<watch of {self._seen} {plural('step', self._seen)}: its .report says what it found>"
 
     @property
     def _is_sampling(self) -> bool:

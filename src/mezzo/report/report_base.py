@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..errors import as_flag
+from ..errors import ConfigError, as_flag
 from ..extras import check_installed, is_there
 from ..files import as_path, write_text
 from ..formats import dtype_name
@@ -240,10 +240,14 @@ class Report:
             path: file to write; its folder must exist.
 
         Raises:
-            ConfigError: jinja2 is not installed.
+            ConfigError: jinja2 is not installed, or the path is a folder.
             OSError: the page cannot be written; the file is what it was.
         """
         check_installed("to_html", ["jinja2"])
         path = as_path("to_html", "path", path)
+        if path.is_dir():
+            raise ConfigError(
+                f"to_html was given the folder {path}; name the file to write, such as {path / 'report.html'}."
+            )
         write_text(path, render_page(self.document()))
         return path

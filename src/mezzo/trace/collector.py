@@ -364,8 +364,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         return self._sink(kind, name, self._causes.get(tensor) or NO_CAUSE)
 
     def _sink(self, kind: SinkKind, name: str, causes: Causes, *, is_loss: bool = False) -> Sink:
-        step, after = self.context.step, len(self.events)
-        return Sink(kind=kind, name=name, causes=causes, step=step, after=after, is_loss=is_loss)
+        return Sink(kind=kind, name=name, causes=causes, step=self.context.step, is_loss=is_loss)
 
     def reach(self, sink: Sink) -> None:
         """Note that non-finite values reached something that matters."""

@@ -311,7 +311,7 @@ def _of_lost_updates(lost: tuple[LostUpdate, ...]) -> list[Finding]:
             **ran,
             **named,
             why=f"{share:.0%} of the updates {first.optimizer} computed for {names} are smaller than half the spacing "
-            f"of {first.dtype} at the {'state' if is_state else 'weight'}, and were rounded away.",
+            f"of {first.dtype} there, and were rounded away.",
             fix=Fix(advice="keep in fp32 what is updated, and hand out a copy of it in 16 bit.")
             if by_hand
             else Fix(

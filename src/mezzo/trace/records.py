@@ -208,7 +208,6 @@ class Sink:
             again but is not what fp32 gives, a value the host read, or one that was there when the program ended.
         causes: indices of the events it comes from.
         step: as in `Site`.
-        after: number of events before it.
         is_loss: one number that leads to gradients, which the host read.
         reference: of a loss, its size in an fp32 run, without the loss scale; 0 where that is not known.
     """
@@ -217,7 +216,6 @@ class Sink:
     name: str
     causes: frozenset[int]
     step: int
-    after: int
     is_loss: bool = False
     reference: float = 0.0
 

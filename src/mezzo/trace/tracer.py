@@ -14,7 +14,7 @@ from torch.optim import optimizer as optimizer_hooks
 
 from .._torch import autograd_node, dispatch_modes, function_modes
 from ..binding import named_tensors
-from ..errors import ConfigError, RegionError, shown
+from ..errors import ConfigError, RegionError, plural, shown
 from ..formats import SMALLEST, dtype_name, is_count, is_number, number_of
 from ..optim import parameters
 from .collector import Collector
@@ -105,6 +105,12 @@ class Trace:
             self._collector.reach(sink)
         self._collector.settle_reads(has_failed=has_failed)
         self._idle.tell(self._collector.lints, self._context.modules.parameters())
+
+    def __repr__(self) -> str:
+        ops, steps = self._collector.ops, self._context.step + (self._begun == self._context.step) - self._first
+        return (
+            f"<trace of {ops:,} {plural('op', ops)} in {steps} {plural('step', steps)}: its .report says what it found>"
+        )
 
     @property
     def is_on_top(self) -> bool:
