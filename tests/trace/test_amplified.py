@@ -107,6 +107,15 @@ def quantile(m: nn.Linear, x: Tensor) -> Tensor:
     return torch.maximum(0.9 * error, -0.1 * error).mean()
 
 
+def lattice(m: nn.Linear, x: Tensor, widen: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
+    """The forward algorithm of a chain of labels."""
+    score = low(m(x.repeat(2, 1)))
+    total = score[0]
+    for now in score[1:]:
+        total = torch.logsumexp(widen(total[:, None] + low(m.weight)), 0) + now
+    return total.float().logsumexp(0) / len(x)
+
+
 SICK = [
     quantile, variance_by_moments, versine, long_product, offset, dates, time_steps, phases, distances, advantages, places, spectrum,
     small_steps, bearings,
@@ -319,3 +328,27 @@ def test_a_layer_beside_what_16_bit_lost_elsewhere_is_not_blamed(loss_of: Losses
 @pytest.mark.parametrize(("base", "spread"), [(3.5, 1.0), (100.0, 20.0), (0.0, 1e-3)])
 def test_a_regression_that_16_bit_tells_apart_is_healthy(base: float, spread: float) -> None:
     assert not named(traced(partial(level, base, spread)))
+
+
+def test_a_lattice_whose_logsumexp_is_rounded_has_the_gradients_of_fp32_by_the_advice() -> None:
+    torch.manual_seed(0)
+    m, x = nn.Linear(8, 8), torch.randn(64, 8)
+
+    def gradient(dtype: torch.dtype, widen: Callable[[Tensor], Tensor]) -> Tensor:
+        LOW[0], m.weight.grad = dtype, None
+        lattice(m, x, widen).backward()
+        assert m.weight.grad is not None
+        return m.weight.grad
+
+    right = gradient(FP32, Tensor.float)
+    off = [float((gradient(BF16, widen) - right).norm() / right.norm()) for widen in (lambda x: x, Tensor.float)]
+    assert off[0] > 1 > 1 / 16 > off[1]
+    assert named(traced(lattice)) == ["lattice"] and not named(traced(partial(lattice, widen=Tensor.float)))
+
+
+def test_a_logsumexp_of_moderate_or_masked_numbers_is_healthy() -> None:
+    def energies(m: nn.Linear, x: Tensor) -> Tensor:
+        z = low(m(x)) * 5
+        return torch.logsumexp(z.masked_fill(x > 1, -math.inf), -1).nan_to_num(0, 0, 0).square().mean()
+
+    assert not named(traced(energies))

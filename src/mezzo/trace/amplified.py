@@ -13,6 +13,7 @@ from .measure import amax, ids_in, is_finite, mean_row, rerun, share_off, whole_
 from .ops import FACTORIZATIONS, SPECTRA, Call, is_product, plain
 from .records import Lint, LintCase, Site
 from .reference_path import ReferencePath
+from .verdict import number
 from .wide_values import StorageNotes, WideValues, forget_results, run_in_fp32
 
 _LINEAR = frozenset({
@@ -125,6 +126,10 @@ class Amplified:
             if local is not None:
                 self.local.put(tensor, kept)
             self._errors.note(tensor, _Error(off, maker, close, lint, is_used))
+        if call.facts.name == "logsumexp" and call.is_tracked and (off := _weights_off(call)) > _SEEN:
+            dtype = dtype_name(call.out[0].dtype)
+            lint = Lint(rule="amplified-rounding", site=site, kernel=call.facts.kernel, dtype=dtype, what=number(amax(call.out[0])), value=off, case="weights")  # fmt: skip
+            self.tell(lint, site.step)
         self._behind_close.put_results(call, [t.detach().float() for t in cut or call.out] if close else None)
 
     def _maker(self, call: Call, site: Site, *, is_wrong: bool = True) -> Site:
@@ -255,6 +260,16 @@ def _are_too_close(tensor: Tensor, wide: Tensor) -> bool:
         return False
     rows = wide.reshape(-1, wide.shape[-1])
     return 0 < _WRONG * float((rows - rows.mean(0)).norm()) < float((wide.to(tensor.dtype) - wide).norm()) < math.inf
+
+
+def _weights_off(call: Call) -> float:
+    """Return how far from 1 those weights sum up by which a logsumexp shares out its gradient, each e^(x - result) of the result as it was rounded. Syncs: yes."""
+    given, dims = call.inputs[0][1].detach().float(), call.named["dim"]
+    found = call.out[0].detach().float()
+    for dim in () if call.named.get("keepdim") else sorted(d % given.dim() for d in dims):
+        found = found.unsqueeze(dim)
+    sums = (given - found).exp().sum(dims).nan_to_num(1.0, 1.0, 1.0)
+    return share_off(sums, torch.ones_like(sums))
 
 
 def _case_of(name: str) -> LintCase:

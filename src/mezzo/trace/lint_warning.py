@@ -98,6 +98,10 @@ TEXTS: dict[tuple[LintRule, LintCase], Callable[[Lint], tuple[str, str]]] = {
         f"{_enlarged(x)}, since results of {x.what} lie closer together than numbers of {x.dtype}.",
         "run that layer in fp32 (module:NAME=fp32 in the policy, or torch.autocast(..., enabled=False)); or take out what its results have in common, as by targets less their mean.",
     ),
+    ("amplified-rounding", "weights"): lambda x: (
+        f"{x.site.op} is rounded to {x.dtype} near {x.what}, and shares its gradient out by e^(x - result): the shares sum up to 1 but for {x.value:.0%}, at each call anew.",
+        "compute it in fp32, of x.float(), with torch.autocast(..., enabled=False).",
+    ),
     ("rounded-index", ""): lambda x: (
         f"{x.site.op} picks by numbers that {x.dtype} rounded since the last layer or input: fp32 picks others in {x.what} of its places.",
         "compute what it picks by, from there on, in fp32: x = x.float(), with torch.autocast(..., enabled=False); keep the type of the result.",
