@@ -126,11 +126,16 @@ class Amplified:
             if local is not None:
                 self.local.put(tensor, kept)
             self._errors.note(tensor, _Error(off, maker, close, lint, is_used))
-        if call.facts.name == "logsumexp" and call.is_tracked and (off := _weights_off(call)) > _SEEN:
-            dtype = dtype_name(call.out[0].dtype)
-            lint = Lint(rule="amplified-rounding", site=site, kernel=call.facts.kernel, dtype=dtype, what=number(amax(call.out[0])), value=off, case="weights")  # fmt: skip
-            self.tell(lint, site.step)
         self._behind_close.put_results(call, [t.detach().float() for t in cut or call.out] if close else None)
+
+    def share(self, call: Call, site: Site) -> None:
+        """Look at what a logsumexp in 16 bit shares out of its gradient. Syncs: there."""
+        is_low = call.facts.name == "logsumexp" and call.is_tracked and call.out[0].dtype in LOW_DTYPES
+        if is_low and (off := _weights_off(call)) > _SEEN:
+            dtype, near = dtype_name(call.out[0].dtype), number(amax(call.out[0]))
+            self.tell(
+                Lint(rule="amplified-rounding", site=site, kernel=call.facts.kernel, dtype=dtype, what=near, value=off, case="weights"), site.step
+            )  # fmt: skip
 
     def _maker(self, call: Call, site: Site, *, is_wrong: bool = True) -> Site:
         """Return where what is wrong in a result was made: before, if the op only moves it, or reads it as wrong as that. Syncs: if it is wrong."""
