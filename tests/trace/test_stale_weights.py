@@ -85,3 +85,72 @@ def test_an_input_that_is_optimised_through_weights_that_stay_is_no_fault(by_han
                 loss.backward()
             optimizer.step()
     assert t.report.answer == "healthy"
+
+
+Step = Callable[[Tensor, Tensor, float], object]
+"""Updates a weight by its gradient and the loss scale."""
+
+
+def sgd(p: Tensor, grad: Tensor, scale: float) -> None:
+    p -= 0.1 * grad
+
+
+def by_data(p: Tensor, grad: Tensor, scale: float) -> None:
+    p.data.add_(grad, alpha=-0.1)
+
+
+def all_at_once(p: Tensor, grad: Tensor, scale: float) -> None:
+    torch._foreach_add_([p], [grad], alpha=-0.1)
+
+
+def written_back(p: Tensor, grad: Tensor, scale: float) -> None:
+    average = torch.zeros_like(p).lerp_(grad, 0.5)
+    p.copy_(p - 0.1 * (average + 1e-2 * p))
+
+
+def divided(p: Tensor, grad: Tensor, scale: float) -> None:
+    p -= 0.1 * (grad / scale)
+
+
+def divided_in_place(p: Tensor, grad: Tensor, scale: float) -> None:
+    p.sub_(grad.mul_(1 / scale), alpha=0.1)
+
+
+def by_a_small_rate(p: Tensor, grad: Tensor, scale: float) -> None:
+    p.sub_(grad, alpha=0.1 / scale)
+
+
+def adam(p: Tensor, grad: Tensor, scale: float) -> None:
+    p.addcdiv_(0.5 * grad, (0.5 * grad).square().sqrt() + 1e-3, value=-1e-3)
+    p -= 1e-3 * grad / (grad.norm() + 1e-8)
+
+
+@pytest.mark.parametrize(
+    "step", [sgd, by_data, all_at_once, written_back, divided, divided_in_place, by_a_small_rate, adam]
+)
+@pytest.mark.parametrize("is_in_grad", [True, False])
+def test_a_step_by_hand_on_gradients_that_are_still_scaled_is_named_before_what_overflows(
+    step: Step, is_in_grad: bool
+) -> None:
+    torch.manual_seed(0)
+    model, scaler = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)), torch.amp.GradScaler("cpu")
+    with diagnose.trace(model) as t:
+        for _ in range(4):
+            x = torch.randn(16, 8)
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = scaler.scale((model(x).float() - x).square().mean())
+            if is_in_grad:
+                model.zero_grad()
+                loss.backward()
+            grads = (
+                [p.grad for p in model.parameters()] if is_in_grad else torch.autograd.grad(loss, [*model.parameters()])
+            )
+            with torch.no_grad():
+                for p, grad in zip(model.parameters(), grads, strict=True):
+                    step(p, grad, scaler.get_scale())
+    if step in (sgd, by_data, all_at_once, written_back):
+        first = t.report.findings[0]
+        assert first.verdict == "scaled-step" and "divide by scaler.get_scale()" in first.fix.advice
+        assert first.frame is not None and first.frame.function == step.__name__
+    else:
+        assert t.report.answer == "healthy"

@@ -83,6 +83,10 @@ class Amplified:
             if (values := plain(weight)) is not None:
                 self._weights.note(values, True)
 
+    def is_weight(self, tensor: Tensor) -> bool:
+        """Say whether memory is that of a model's weight, or of a cast of one. Host only."""
+        return self._weights.get(tensor) is not None
+
     def see(self, call: Call, site: Site, wide: list[Tensor] | None) -> None:
         """Take in one op and its results in an fp32 run. Syncs: where they are known."""
         if wide is None or site.phase != "forward" or call.facts.name in SPECTRA:

@@ -43,6 +43,9 @@ _LOOKED_AT = 16
 _SUMS_BY_INDEX = frozenset({"index_add", "scatter_add", "scatter_reduce", "index_put", "embedding_dense_backward"})
 """Ops that add up what has one index, one number after another: counts, messages to a node, the gradient of a row that is read often."""
 _ADDS = _SUMS_BY_INDEX | {"add", "sub"} - {"embedding_dense_backward"}
+_ADDS_TO = frozenset({"add", "sub", "lerp", "copy"})
+_LARGEST_RATE = 4.0
+"""Gradients times more are no step of unscaled ones."""
 _LOST = 2.0**-4
 """Share of a sum, at its largest, by which it is off: rounding that goes either way leaves less of hundreds of additions."""
 
@@ -74,6 +77,7 @@ class LintWatch:
         self._found: dict[tuple[object, ...], Lint] = {}
         self._has_fp16 = self._has_torch_scaler = self._has_scaler = self._has_scaled_grads = False
         self.scale = self._last_scale = 1.0
+        self._scaled: StorageNotes[float] = StorageNotes()  # gradients, by what they were multiplied by since
         self._clipped: Site | None = None
         self._sums: StorageNotes[_RunningSum] = StorageNotes()
         self._one_plus_lost: StorageNotes[float] = StorageNotes()
@@ -118,6 +122,8 @@ class LintWatch:
             self._has_scaler = self._has_scaler or self._has_torch_scaler or is_called_from(_OWN_SCALER)
         if is_outside and self._has_scaled_grads:
             self._clip(site)
+        if is_outside and self.scale > 1:
+            self._step_by_hand(call, site)
         if name == "to" and call.inputs and not call.out and call.returned.dtype is not torch.bool:
             self._ids(call)
         if name in _BOUNDS and site.phase == "backward":
@@ -316,8 +322,30 @@ class LintWatch:
         if bound is not None and bound < self._last_scale and self._clipped is None:
             self._clipped = site
 
+    def arrived(self, gradient: Tensor) -> None:
+        """Take note of a gradient, which carries the loss scale until something takes it off. Host only."""
+        if self.scale > 1:
+            self._scaled.note(gradient, 1.0)
+
+    def _step_by_hand(self, call: Call, site: Site) -> None:
+        """Follow scaled gradients, times the numbers that they are multiplied by, to a weight to which they are added. Syncs: no."""
+        name, found = call.facts.name, self._scaled.read_by(call)
+        by = next((abs(x) for x in numbers(call.args, call.kwargs) if x), 1.0)
+        factor = max((f for _, f in found), default=0.0) * (1 / by if name == "div" else by)
+        # another tensor may be made to fit the scale, as the root of a second moment is
+        is_known = name in _ADDS_TO or (name in ("mul", "div", "neg", "clone", "to") and len(found) == len(call.inputs))
+        is_step = name in _ADDS_TO and call.facts.writes and any(map(self.amplified.is_weight, call.out))
+        if is_step and factor * self.scale > _LARGEST_RATE:
+            self.add("scaled-step", site, torch.float32, "the program", self.scale)
+        for out in call.out:
+            if factor and is_known and not is_step:
+                self._scaled.note(out, factor)
+            else:
+                self._scaled.forget(out)
+
     def unscale(self) -> None:
         """Note that gradients were unscaled, and clipped before it, if they were."""
+        self._scaled = StorageNotes()
         self.scale, self._has_scaled_grads = 1.0, False
         if self._clipped is not None:
             self.add("clip-before-unscale", self._clipped, torch.float32, "gradients", self._last_scale)

@@ -156,7 +156,7 @@ TEXTS: dict[tuple[LintRule, LintCase], Callable[[Lint], tuple[str, str]]] = {
     ),
     ("scaled-step", ""): lambda x: (
         f"{x.what} stepped gradients that are still multiplied by {number(x.value)}: nothing unscaled them, and no step would be left out.",
-        "step through scaler.step(optimizer) and scaler.update(), from the last good checkpoint.",
+        "step through scaler.step(optimizer) and scaler.update(), or divide by scaler.get_scale() first, from the last good checkpoint.",
     ),
     ("zero-learning-rate", ""): lambda x: (f"the learning rate was {x.what}: no weight moved.", _PRINT_FACTORS),
     ("zero-learning-rate", "tiny"): lambda x: (

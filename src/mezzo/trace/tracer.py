@@ -228,6 +228,7 @@ class Trace:
         name = self._context.parameter_name(parameter) or "of an input"
         if (values := plain(gradient)) is not None:
             with self._collector.aside():
+                self._collector.lints.arrived(values)
                 self._flushed[self._context.step, name] = self._collector.flushes.lost(
                     name, values, self._context.loss_scale, self._context.step
                 )
