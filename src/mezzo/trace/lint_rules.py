@@ -122,7 +122,6 @@ class LintWatch:
             self._has_scaler = self._has_scaler or self._has_torch_scaler or is_called_from(_OWN_SCALER)
         if is_outside and self._has_scaled_grads:
             self._clip(site)
-        if is_outside and self.scale > 1:
             self._step_by_hand(call, site)
         if name == "to" and call.inputs and not call.out and call.returned.dtype is not torch.bool:
             self._ids(call)
