@@ -352,3 +352,18 @@ def test_a_logsumexp_of_moderate_or_masked_numbers_is_healthy() -> None:
         return torch.logsumexp(z.masked_fill(x > 1, -math.inf), -1).nan_to_num(0, 0, 0).square().mean()
 
     assert not named(traced(energies))
+
+
+@pytest.mark.parametrize(("far", "widen", "is_named"), [(20, low, True), (20, Tensor.float, False), (1, low, False)])
+def test_probabilities_that_rounding_made_0_or_1_against_their_targets_are_named(
+    far: float, widen: Callable[[Tensor], Tensor], is_named: bool
+) -> None:
+    """Their logits have no gradient, and that of fp32 is 1 there."""
+
+    def loss_of(m: nn.Linear, x: Tensor) -> Tensor:
+        logits = low(m(x)) * far
+        return F.binary_cross_entropy(widen(logits).sigmoid().float(), (x > 0).float())
+
+    report = traced(loss_of)
+    assert named(report) == ["loss_of"] * is_named
+    assert is_named == ("binary_cross_entropy_with_logits" in str(report))

@@ -132,14 +132,28 @@ class Amplified:
             self._errors.note(tensor, _Error(off, maker, close, lint, is_used))
         self._behind_close.put_results(call, [t.detach().float() for t in cut or call.out] if close else None)
 
-    def share(self, call: Call, site: Site) -> None:
-        """Look at what a logsumexp in 16 bit shares out of its gradient. Syncs: there."""
-        is_low = call.facts.name == "logsumexp" and call.is_tracked and call.out[0].dtype in LOW_DTYPES
-        if is_low and (off := _weights_off(call)) > _SEEN:
-            dtype, near = dtype_name(call.out[0].dtype), number(amax(call.out[0]))
-            self.tell(
-                Lint(rule="amplified-rounding", site=site, kernel=call.facts.kernel, dtype=dtype, what=near, value=off, case="weights"), site.step
-            )  # fmt: skip
+    def slope(self, call: Call, site: Site) -> None:
+        """Look at ops whose gradient is wrong where rounding leaves the result right: logsumexp, a cross entropy of probabilities. Syncs: there."""
+        found: tuple[float, str, LintCase] | None = None
+        name = call.facts.name if call.is_tracked else ""
+        if name == "logsumexp" and call.out[0].dtype in LOW_DTYPES and (off := _weights_off(call)) > _SEEN:
+            found = off, number(amax(call.out[0])), "weights"
+        elif name == "binary_cross_entropy":
+            wide = self._reference.get(call.originals[0])
+            lost = 0.0 if wide is None else _without_slope(call, wide)
+            found = (lost, "", "probabilities") if lost else None
+        if found is not None:
+            (value, what, case), dtype = found, dtype_name(self._reference.low)
+            lint = Lint(
+                rule="amplified-rounding",
+                site=site,
+                kernel=call.facts.kernel,
+                dtype=dtype,
+                what=what,
+                value=value,
+                case=case,
+            )
+            self.tell(lint, site.step)
 
     def _maker(self, call: Call, site: Site, *, is_wrong: bool = True) -> Site:
         """Return where what is wrong in a result was made: before, if the op only moves it, or reads it as wrong as that. Syncs: if it is wrong."""
@@ -279,6 +293,13 @@ def _weights_off(call: Call) -> float:
         found = found.unsqueeze(dim)
     sums = (given - found).exp().sum(dims).nan_to_num(1.0, 1.0, 1.0)
     return share_off(sums, torch.ones_like(sums))
+
+
+def _without_slope(call: Call, wide: Tensor) -> float:
+    """Return the share of probabilities that 16 bit made 0 or 1 against their targets: a sigmoid passes them no gradient. Syncs: yes."""
+    given, target = (t.detach().float() for _, t in call.inputs[:2])
+    is_lost = ((given == 0) | (given == 1)) & (given != wide) & ((given - target).abs() > _TURNED)
+    return float(is_lost.float().mean())
 
 
 def _case_of(name: str) -> LintCase:

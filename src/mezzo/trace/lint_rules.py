@@ -134,7 +134,7 @@ class LintWatch:
                 self.add("buffer-in-16-bit", site, *found)
             self._difference(call, site)
             self.indices.see(call, site)
-            self.amplified.share(call, site)
+            self.amplified.slope(call, site)
         low = next((t for t in call.out if t.dtype in LOW_DTYPES), None)
         if low is None:
             return

@@ -102,6 +102,10 @@ TEXTS: dict[tuple[LintRule, LintCase], Callable[[Lint], tuple[str, str]]] = {
         f"{x.site.op} is rounded to {x.dtype} near {x.what}, and shares its gradient out by e^(x - result): the shares sum up to 1 but for {x.value:.0%}, at each call anew.",
         "compute it in fp32, of x.float(), with torch.autocast(..., enabled=False).",
     ),
+    ("amplified-rounding", "probabilities"): lambda x: (
+        f"{x.value:.1%} of the probabilities that {x.site.op} is given are 0 or 1 against their targets since {x.dtype} rounded them: they have no gradient.",
+        "write binary_cross_entropy_with_logits (BCEWithLogitsLoss) on the values before the sigmoid, or take the sigmoid of x.float().",
+    ),
     ("rounded-index", ""): lambda x: (
         f"{x.site.op} picks by numbers that {x.dtype} rounded since the last layer or input: fp32 picks others in {x.what} of its places.",
         "compute what it picks by, from there on, in fp32: x = x.float(), with torch.autocast(..., enabled=False); keep the type of the result.",

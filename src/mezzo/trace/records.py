@@ -295,7 +295,7 @@ LintRule = Literal[
     "half-weights-in-region", "loss-in-16-bit", "clip-before-unscale", "scaled-step", "no-loss-scale", "zero-learning-rate", "cleared-gradients", "zero-gradients", "exploding-step", "exploding-loop", "uncleared-gradients", "no-gradients",
 ]  # fmt: skip
 LintCase = Literal[
-    "", "arange", "sum", "underflow", "overflow", "close-results", "weights", "by-index", "gradients", "hook", "scaler", "tiny", "one-number", "masters", "answer", "factors",
+    "", "arange", "sum", "underflow", "overflow", "close-results", "weights", "probabilities", "by-index", "gradients", "hook", "scaler", "tiny", "one-number", "masters", "answer", "factors",
 ]  # fmt: skip
 """Cases of one rule that need other words."""
 
