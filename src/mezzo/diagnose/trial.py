@@ -35,7 +35,7 @@ def call(model: nn.Module, batch: Any) -> Any:
     """Call a model on a batch: a dict is named arguments, a tuple or list positional ones, all else one argument. Raises: ConfigError: it takes others."""
     named = batch if isinstance(batch, Mapping) else {}
     placed = () if named is batch else batch if isinstance(batch, (tuple, list)) else (batch,)
-    if why := why_not_called(model.forward, *placed, **named):
+    if isinstance(model, nn.Module) and (why := why_not_called(model.forward, *placed, **named)):
         raise ConfigError(
             f"the batch does not fit the model: {type(model).__name__}.forward() does not take it: {why}. A tuple or list is its "
             "positional arguments, a dict its named ones. Write loss_fn=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]) for inputs and targets."
