@@ -116,8 +116,14 @@ def lattice(m: nn.Linear, x: Tensor, widen: Callable[[Tensor], Tensor] = lambda 
     return total.float().logsumexp(0) / len(x)
 
 
+def hinge_of_distances(m: nn.Linear, x: Tensor) -> Tensor:
+    z = low(m(x).float() * 0.05 + 8)
+    d = (z * z).sum(-1)[:, None] + (z * z).sum(-1) - 2 * z @ z.T
+    return F.relu(d.float() - 0.05).mean()
+
+
 SICK = [
-    quantile, variance_by_moments, versine, long_product, offset, dates, time_steps, phases, distances, advantages, places, spectrum,
+    hinge_of_distances, quantile, variance_by_moments, versine, long_product, offset, dates, time_steps, phases, distances, advantages, places, spectrum,
     small_steps, bearings,
 ]  # fmt: skip
 

@@ -21,13 +21,13 @@ _LINEAR = frozenset({
     "masked_fill", "clamp", "clamp_min", "clamp_max", "relu", "abs", "max", "min", "amax", "amin", "maximum", "minimum",
 })  # fmt: skip
 """Ops whose gradient does not depend on the values they are given, but for their signs and order."""
-_TURNS = frozenset({"abs", "maximum", "minimum"})
+_TURNS = frozenset({"abs", "relu", "maximum", "minimum"})
 """Those whose gradient has another sign where an argument has."""
 _MOVES = frozenset("index gather index_select take masked_select clone copy to embedding neg mul div".split())
 """Ops that make no error of what they are given alone, but may show one: they move it, or scale it by a number."""
 _LOGARITHMS = frozenset({"log", "log2", "log10", "log1p"})
 """Ops whose gradient is right where their argument is."""
-_EQUALS = frozenset({"eq", "ne", "equal"})
+_EQUALS = frozenset({"eq", "ne", "equal", "unique2", "unique_dim", "unique_consecutive"})
 _COMPARES = _EQUALS | {"lt", "le", "gt", "ge"}
 _PICKS = (
     _COMPARES
