@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 import mezzo.diagnose as diagnose
 from mezzo.trace.ops import Call, op_facts, results
-from mezzo.trace.reference_path import Fp64Reference, ReferencePath, vanishing_constant
+from mezzo.trace.reference_path import Fp64Reference, MadeBy, ReferencePath, vanishing_constant
 from mezzo.trace.wide_values import run_in_fp32, run_wide
 
 aten = torch.ops.aten
@@ -156,3 +157,21 @@ def test_numbers_beside_a_mask_are_not_judged_by_what_rounding_leaves_of_their_s
         shares = ((q @ weight) @ k.mT + bias.bfloat16()).softmax(-1)
         (shares @ v).float().square().mean().backward()
     assert t.report.findings == ()
+
+
+@pytest.mark.parametrize(("depth", "uses"), [(16, 2), (3000, 1)])
+def test_makers_of_a_loop_that_rounds_nothing_are_walked_once_each(depth: int, uses: int) -> None:
+    exact, sites = torch.ones(4, dtype=torch.bool), [replace(SITE, step=i) for i in range(depth)]
+    last = MadeBy(sites[0])
+    for site in sites[1:]:
+        last = MadeBy(site, exact, (last,) * uses)
+    assert last.sites(exact) == sites
+
+
+def test_a_loop_that_computes_a_value_from_itself_is_traced_to_its_end() -> None:
+    model, x = nn.Linear(4, 4), torch.linspace(2.9, 3.1, 4).half()
+    with diagnose.trace(model) as t:
+        for _ in range(24):
+            x = x - 0.01 * (x - 3)
+        (model(x.float()) * (x - 3).float()).square().mean().backward()
+    assert t.report.record.backwards == 1

@@ -36,9 +36,18 @@ class MadeBy:
     before: tuple[MadeBy, ...] = ()
 
     def sites(self, lost: Tensor) -> list[Site]:
-        """Return it, behind those before it where it was given what was lost. Syncs: yes."""
-        is_given = self.exact is not None and self.exact.shape == lost.shape and bool(self.exact[lost].all())
-        return [*(s for maker in self.before if is_given for s in maker.sites(lost)), self.site]
+        """Return it, behind those before it where it was given what was lost, each once. Syncs: yes."""
+        found, seen, todo = list[Site](), set[int](), [(self, False)]
+        while todo:
+            maker, is_next = todo.pop()
+            if is_next:
+                found.append(maker.site)
+            elif id(maker) not in seen:
+                seen.add(id(maker))
+                exact = maker.exact
+                is_given = exact is not None and exact.shape == lost.shape and bool(exact[lost].all())
+                todo += [(maker, True), *((one, False) for one in reversed(maker.before) if is_given)]
+        return found
 
 
 def vanishing_constant(call: Call, dtype: torch.dtype) -> float | None:
