@@ -112,7 +112,8 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             self._on_loss(args[0], site)
         if facts.name == "local_scalar_dense":
             self.on_read(args[0], site)
-            self.lints.indices.read(args[0], site)
+            with self.alone():
+                self.lints.indices.read(args[0], site)
         call = Call(func, facts, args, kwargs)
         try:
             out = call.run(args, kwargs)
