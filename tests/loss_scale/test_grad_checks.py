@@ -81,6 +81,12 @@ def test_zeros_beside_scaled_gradients_are_harmless_and_alone_are_not() -> None:
     assert said is not None and start(messages.EDITED) in said
 
 
+def test_gradients_that_are_written_as_they_were_carry_their_scale() -> None:
+    tracker, optimizer, params = book(Mark.SCALED, Mark.SCALED)
+    nn.utils.clip_grad_norm_(params, math.inf)
+    assert tracker.before_unscale(optimizer)
+
+
 @pytest.mark.parametrize("passes, loose, is_refused", [(0, False, True), (1, False, False), (0, True, False)])
 def test_gradients_that_nobody_saw(passes: int, loose: bool, is_refused: bool) -> None:
     tracker, optimizer, (param,) = book(None)

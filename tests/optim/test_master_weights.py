@@ -192,8 +192,11 @@ def test_resume_is_bit_identical(
             feed(optimizer, grads)
         assert equal(snapshot(optimizer), snapshot(one))
     assert caplog.records == []
-    with pytest.raises(StepError):
-        copied.inner.step()
+    for optimizer in (copied, pickled):
+        with pytest.raises(StepError):
+            optimizer.inner.step()
+        optimizer.register_state_dict_post_hook(lambda _, state: state.update(seen=True))
+        assert optimizer.state_dict()["seen"]
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,16 @@ def test_the_error_names_op_module_line_verdict_and_edit(name: str, patience: in
         assert part in text, text
 
 
+def test_a_first_skip_at_the_floor_is_explained() -> None:
+    _, amp = prepared("fp16, output=fp32, scaling.init_scale=1, guard.check_every=0", "adamw", FeedForward())
+    told = "the step was skipped, the last at loss scale 1 .*Run again op by op, the last batch shows overflow in to, backward"
+    with pytest.raises(LossScaleExhausted, match=told):
+        for factor in (1e-4, 1e-4, 1e6, 1e6):
+            amp.zero_grad()
+            amp.backward(amp.model(1e-4 * batch()[0]).sum() * factor)
+            amp.step()
+
+
 def test_the_edit_it_names_mends_it() -> None:
     _, amp = prepared("fp16, output=fp32, guard.patience=2", "adamw", FeedForward())
     edit = fail(amp, *batch()).report.faults[0].fix.edit

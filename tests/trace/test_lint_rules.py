@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import linecache
+import math
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -80,6 +81,7 @@ EDGES: list[tuple[str, Callable[[], Tensor], Callable[[], Tensor]]] = [
     ("constant-lost", lambda: torch.ones(2, dtype=FP16) + TINY / 2, lambda: torch.ones(2, dtype=FP16) + TINY),
     ("constant-lost", lambda: torch.ones(2, dtype=FP16) * 65536.0, lambda: torch.ones(2, dtype=FP16) / 65536.0),
     ("constant-lost", lambda: torch.ones(2, dtype=FP16) + -1e9, lambda: torch.ones(2, dtype=BF16) + -1e9),
+    ("constant-lost", lambda: torch.ones(2, dtype=FP16) + 1e9, lambda: torch.ones(2, dtype=FP16) + -math.inf),
     (
         "squares-near-overflow",
         lambda: torch.full((2,), 129.0, dtype=FP16).square(),
