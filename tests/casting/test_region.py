@@ -278,6 +278,11 @@ def test_functional_transforms_and_odd_layouts_under_the_mode(cache: str) -> Non
             dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
             out = linear(dual) + linear(dual)
             assert torch.autograd.forward_ad.unpack_dual(out).tangent.dtype is BF16
+            weight = linear.weight.detach()
+            dual = torch.autograd.forward_ad.make_dual(weight, torch.ones_like(weight))
+            for given in (weight, dual, dual):
+                out = torch.nn.functional.linear(x, given)
+            assert torch.autograd.forward_ad.unpack_dual(out).tangent.dtype is BF16
     bound = 8 * torch.finfo(BF16).eps * one.abs().max()
     assert (per_sample[0] - one).abs().max() <= bound
 

@@ -92,8 +92,10 @@ def test_a_gradient_that_is_replaced_counts_and_stays_the_callers(policy: str, k
     before = model.weight.detach().clone()
     amp = mezzo.prepare(model, kind(model.parameters(), lr=0.1), policy)
     amp.backward(model(torch.ones(1, 4)).float().sum())
+    dtype = model.weight.grad.dtype
     with amp.unscaled_grads() as grads:
         model.weight.grad = own = make(grads["weight"])
+    assert model.weight.grad.dtype is dtype
     amp.step()
     assert torch.equal(own, torch.full((2, 4), 0.5))
     torch.testing.assert_close(amp.export_weights()["weight"], before - 0.05, rtol=0, atol=1e-3)

@@ -144,6 +144,20 @@ class TestWhoSkips:
         assert (flags.norms, flags.grad_norm) == ((5.0, 5.0), 5.0)
 
 
+def test_the_row_is_read_with_the_first_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for_nothing(monkeypatch)
+    model = nn.Linear(4, 1)
+    amp = mezzo.prepare(model, mezzo.optim.SGD(model.parameters(), lr=0.1), "bf16, guard.check_every=0")
+    rows = []
+    for value in (1.0, 1.0, 1.0, 1.0, INF, INF):
+        amp.zero_grad()
+        amp.backward(model(torch.full((2, 4), value)).sum())
+        result = amp.step()
+        assert not result.is_read or len(rows) < 3
+        rows.append(result.skipped_in_a_row)
+    assert rows == [0, 0, 0, 0, 1, 2]
+
+
 @pytest.mark.parametrize("is_bad", [False, True])
 def test_a_result_travels(is_bad: bool) -> None:
     """To another process, and as a copy: what it knows, without the gradients it was found in."""

@@ -7,7 +7,7 @@ import math
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from tests.trace.events import event
 from torch import Tensor
 
@@ -37,6 +37,7 @@ def histogram(values: Tensor) -> Histogram:
         st.floats(1.0, 1.99).flatmap(lambda m: st.integers(-60, 40).map(lambda e: m * 2.0**e)), min_size=1, max_size=40
     ),
 )
+@example("fp16", [65504.0, 2.0**15, 2.0**16, 2.0**-25, 2.0**-24])
 def test_shares_are_those_of_a_real_cast(name: str, values: list[float]) -> None:
     fmt, x = FORMATS[name], torch.tensor(values, dtype=torch.float64)
     x = x[x != fmt.smallest / 2]
