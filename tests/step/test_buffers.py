@@ -207,6 +207,16 @@ class TestNobodysStep:
         assert not step(run, bad())
         assert_equal(model, before)
 
+    @pytest.mark.parametrize("of_step", [False, True])
+    def test_gradients_of_nobodys_step(self, run: Run, of_step: bool) -> None:
+        """A forward whose gradients somebody took is over with `zero_grad`; the next step does not undo what it wrote."""
+        model, amp = run
+        step(run, good())
+        (amp.grad if of_step else torch.autograd.grad)(model(good()).square().mean(), list(model.parameters()))
+        before = copy_of(model)
+        assert not step(run, bad())
+        assert_equal(model, before)
+
     def test_a_forward_without_backward_before_a_backward_that_raises(self, run: Run) -> None:
         """What reached no output is the forward's whose loss it was, and not of those before."""
         model, amp = run

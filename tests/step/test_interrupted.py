@@ -221,6 +221,11 @@ def test_a_second_thread_is_refused_while_one_is_in_a_backward() -> None:
     assert amp.step()
     assert said == [True] * 3
     train(amp, 1)
+    taken = amp.counters().applied
+    later = threading.Thread(target=train, args=(amp, 1))
+    later.start()
+    later.join()
+    assert amp.counters().applied == taken + 1
 
 
 @pytest.mark.parametrize("mode", ["split", "fp32", "kahan"])
