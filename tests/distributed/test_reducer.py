@@ -101,9 +101,9 @@ def _in_many_buckets(rank: int, world: int) -> tuple[list[Grads], int]:
     ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4)
     connect(ddp, Policy.parse("fp32, reduce=bf16"))
     _mixed_step(ddp, rank)
-    before = comm_stats(ddp).num_reductions
+    before = comm_stats(ddp).num_by_dtype.total()
     ddp(torch.full((4, 5), math.nan)).sum().backward()
-    return [_mixed_step(ddp, rank) for _ in range(2)], comm_stats(ddp).num_reductions - before
+    return [_mixed_step(ddp, rank) for _ in range(2)], comm_stats(ddp).num_by_dtype.total() - before
 
 
 def test_buckets_that_overlap_stay_apart() -> None:
@@ -196,7 +196,7 @@ def _micro_batches(
             with nullcontext() if index == count - 1 else ddp.no_sync():
                 x = torch.ones(1, 6, dtype=dtype) if index else torch.full((1, 6), 256.0, dtype=dtype)
                 ddp(x * (rank + 1)).float().sum().backward()
-    return _grads(model), comm_stats(ddp).num_reductions
+    return _grads(model), comm_stats(ddp).num_by_dtype.total()
 
 
 def test_micro_batches_of_fp32_gradients_are_sent_once() -> None:

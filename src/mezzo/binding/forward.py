@@ -312,12 +312,12 @@ def _enter(bound: Bound, module: nn.Module, forward: Forward, args: tuple[Any, .
         with region, ExportedModel():
             out = _run_inside(bound, module, forward, args, kwargs, traced)
         return _close(module, out, dtype, after)
-    _set_thread_state(bound.binding, traced)
-    try:
-        with region:
+    with region:  # around what says so: a signal's handler in between enters one of its own
+        _set_thread_state(bound.binding, traced)
+        try:
             out = _run_inside(bound, module, forward, args, kwargs, traced)
-    finally:
-        _set_thread_state(outer, outer_traced)
+        finally:
+            _set_thread_state(outer, outer_traced)
     return _close(module, out, dtype, after)
 
 

@@ -123,11 +123,6 @@ class CommStats:
     payload_bytes: int = 0
 
     @property
-    def num_reductions(self) -> int:
-        """All-reduces so far."""
-        return self.num_by_dtype.total()
-
-    @property
     def wire_bytes(self) -> int:
         """Bytes a rank sends if the all-reduce is a ring: each payload nearly twice, 2 (N - 1) / N times."""
         return 2 * (self.num_ranks - 1) * self.payload_bytes // self.num_ranks

@@ -262,9 +262,10 @@ class Engine:
         has_parts = self.consensus is not None and self.consensus.has_parts
         take_down = partial(look, grads, self.names, has_parts)
         before = unless_out_of_memory(take_down, self.num_steps) if is_due else None
-        pending, self.is_stepping = self.gradients.pending, True
+        pending = self.gradients.pending
         pending.broken = UNFINISHED  # which stays where Ctrl-C comes, until the step is closed
         try:
+            self.is_stepping = True
             result.undo = update_(grads, flags, pending, skipped, clip, self._skip)
         except Exception:
             if pending.broken == UNFINISHED:  # refused before an optimizer stepped
@@ -353,9 +354,9 @@ class Engine:
         self.num_steps, self.result = self.num_steps + 1, result
         if not self.is_captured:
             self.guard.add(result)
-        self.gradients.close([one.optimizer for one in grads])
         if self.policy.scaling is not None:
             move_scale_(self.loss_scale, flags, self.policy.scaling)
+        self.gradients.close([one.optimizer for one in grads])
         if not self.replay.is_idle:
             self.replay.close()
         if self.consensus is not None:
@@ -392,8 +393,8 @@ class Engine:
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Let optimizers step inside the block."""
-        self.is_stepping = True
         try:
+            self.is_stepping = True
             yield
         finally:
             self.is_stepping = False

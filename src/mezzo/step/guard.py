@@ -79,7 +79,7 @@ class GuardState:
     @property
     def wants_probe(self) -> bool:
         """Whether the next backward should measure what was flushed: in the 1st, 2nd, 4th, ... step after a small one."""
-        return _is_power_of_two(self.small_in_a_row) or self.flushed_in_a_row > 0
+        return self.small_in_a_row.bit_count() == 1 or self.flushed_in_a_row > 0
 
 
 @read_only
@@ -221,10 +221,6 @@ def _count_gradients(found: Mapping[str, int | None]) -> str:
     return _count(found, "gradient")
 
 
-def _is_power_of_two(number: int) -> bool:
-    return number > 0 and number & (number - 1) == 0
-
-
 class Guard:
     """Reads the results of past steps, one step late where the device decides, so that it never waits.
 
@@ -296,8 +292,10 @@ class Guard:
 
     def read(self, *, wait: bool = True, unread: int = 0) -> None:
         """Bring the state up to the last step but the `unread` ones; without `wait` to the last that has arrived. Syncs: with it; no without `wait`."""
-        while len(self._unread) > unread and (wait or self._unread[0].has_arrived):
-            self._read(self._unread[0])
+        for result in self._unread[: -unread or None]:
+            if not (wait or result.has_arrived):
+                return
+            self._read(result)
 
     def poll(self, unread: int = 0) -> GuardState | None:
         """Return the state after the last step if there is something to act on; what it says of a skip is said once. Syncs: as `read`."""
@@ -313,27 +311,32 @@ class Guard:
         flags = result.flags()
         if flags.applied:
             self.last_norm = flags.grad_norm
-        if self._is_quiet and flags.applied and flags.flushed == 0 and not _is_small(flags, self.flush_norm):
-            del self._unread[0]
+        is_uneventful = (
+            self._is_quiet and flags.applied and flags.flushed == 0 and not _is_small(flags, self.flush_norm)
+        )
+        if not is_uneventful:
+            was = self.state.counters
+            look = partial(self._nonfinite_weights, result, was.applied > 0)
+            suspects = Suspects(
+                weights=lambda: unless_out_of_memory(look, was.seen) or ({}, {}), gradients=result.stats.nonfinite
+            )
+            after = next_guard(self.state, flags, suspects, self.config, self.scaling, self.flush_norm)
+        try:
+            self._unread.remove(result)  # not before: what is interrupted is read again
+        except ValueError:  # a signal's handler has read it meanwhile
+            return
+        if is_uneventful:
             self._uneventful += 1
             return
-        was = self.state.counters
-        look = partial(self._nonfinite_weights, result, was.applied > 0)
-        suspects = Suspects(
-            weights=lambda: unless_out_of_memory(look, was.seen) or ({}, {}), gradients=result.stats.nonfinite
-        )
-        after = next_guard(self.state, flags, suspects, self.config, self.scaling, self.flush_norm)
-        del self._unread[0]  # not before: what is interrupted is read again
         self.become(after)
-        counters = self.state.counters
-        row = counters.skipped_in_a_row
-        if _is_power_of_two(row):
+        counters = after.counters
+        if counters.skipped_in_a_row.bit_count() == 1:  # the 1st, 2nd, 4th, 8th
             _log.warning(
                 "step %d skipped (%d in a row, %d in all): %s not finite; loss scale %g",
-                self.state.step, row, counters.skipped, flags.reason, flags.scale,
+                after.step, counters.skipped_in_a_row, counters.skipped, flags.reason, flags.scale,
             )  # fmt: skip
-        if flags.flushed > MOSTLY and _is_power_of_two(self.state.flushed_in_a_row or self.state.small_in_a_row):
+        if flags.flushed > MOSTLY and (after.flushed_in_a_row or after.small_in_a_row).bit_count() == 1:
             _log.warning(
                 "step %d: fp16 flushed %.0f%% of the gradients' elements to zero, at loss scale %g. %s",
-                self.state.step, 100 * flags.flushed, flags.scale, underflow_advice(self.scaling),
+                after.step, 100 * flags.flushed, flags.scale, underflow_advice(self.scaling),
             )  # fmt: skip

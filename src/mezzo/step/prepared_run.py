@@ -115,11 +115,7 @@ class PreparedRun:
         Syncs: yes.
         """
         has_weights = as_flag("amp.state_dict", "weights", weights, StepError)
-        if half := self._engine.gradients.half_step:
-            _log.warning(
-                "amp.state_dict() was called after %s: what it returns may be half of that step. Load the last checkpoint where there is one",
-                half,
-            )
+        self._warn_of_half("amp.state_dict()")
         run = checkpoint.save_run(self.policy, self._engine.loss_scale, self.counters())
         if beside := checkpoint.outside(self.model, self.optimizers):
             run["outside"] = beside
@@ -200,7 +196,15 @@ class PreparedRun:
 
         Syncs: for fp16 and fp8, and a ZeroRedundancyOptimizer's masters.
         """
+        self._warn_of_half("amp.export_weights()")
         return checkpoint.export(self.model, self.optimizers, dtype)
+
+    def _warn_of_half(self, call: str) -> None:
+        """Say in the log that a call came in the middle of a step, or after one that was interrupted there. Host only."""
+        if half := self._engine.gradients.half_step:
+            _log.warning(
+                "%s was called after %s: what it returns may be half of that step. Load the last checkpoint where there is one", call, half,
+            )  # fmt: skip
 
     def release(self) -> None:
         """Take the policy off again: a plain model and plain optimizers, which go on in torch.

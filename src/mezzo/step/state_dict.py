@@ -23,6 +23,7 @@ from ..optim import (
     HOW,
     OWN_OPTIONS,
     SQUARES,
+    MasterWeights,
     check_mapping,
     check_saved,
     check_tensor,
@@ -78,10 +79,10 @@ def _state_of(optimizer: Optimizer) -> dict[str, Any]:
     except KeyError as error:
         if not (lost := [p for p in optimizer.state.keys() - {*parameters(optimizer)} if isinstance(p, Tensor)]):
             raise
-        raise CheckpointError(
-            f"amp.state_dict() was asked of a {type(optimizer).__name__} that has state of {len(lost)} parameters which are in "
-            "none of its groups any more. Delete it, as in del optimizer.state[parameter], and save again."
-        ) from error
+        why = f"that has state of {len(lost)} parameters which are in none of its groups any more. Delete it, as in del optimizer.state[parameter], and save again."
+        if isinstance(optimizer, MasterWeights) and not {*lost}.isdisjoint(optimizer.masters.fp32_params.values()):
+            why = "in the middle of its step, as by a signal's handler. Have the handler set a flag, and save where amp.step() has returned."
+        raise CheckpointError(f"amp.state_dict() was asked of a {type(optimizer).__name__} {why}") from error
     except RuntimeError as error:
         if not hasattr(optimizer, "consolidate_state_dict"):
             raise
