@@ -289,11 +289,11 @@ def run_eagerly() -> Iterator[None]:
         return made
 
     with on:
-        if is_compiler_loaded():
-            on.enter_context(torch.compiler.set_stance("force_eager"))
-        else:
-            torch.compile = compile_then_run_eagerly
         try:
+            if is_compiler_loaded():
+                on.enter_context(torch.compiler.set_stance("force_eager"))
+            else:
+                torch.compile = compile_then_run_eagerly
             yield
         finally:
             torch.compile = compile
