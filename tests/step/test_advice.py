@@ -214,9 +214,7 @@ class Shows(nn.Module):
         return self.last(torch.tanh(self.first(x)) + self.shown.sum())
 
 
-@pytest.mark.parametrize(
-    "show", [lambda w: w[2:4], lambda w: w[3, 3], lambda w: nn.Parameter(w.view(-1)[:8]), lambda w: w.t()]
-)
+@pytest.mark.parametrize("show", [lambda w: w[2:4], lambda w: w[3, 3], lambda w: nn.Parameter(w.view(-1)[:8]), torch.t])
 def test_a_weight_whose_memory_something_else_shows(show: Callable[[Tensor], Tensor]) -> None:
     """Stored anew, the weight would go on alone."""
     model = Shows(show)

@@ -101,22 +101,19 @@ class Watch(AbstractContextManager["Watch"]):
 
     @property
     def _is_sampling(self) -> bool:
-        span, number = divmod(self._seen, self._every)
-        return number == span % self._every
+        return self._seen % self._every == self._seen // self._every % self._every
 
     def _arm(self) -> None:
         """Put hooks on the tensors of a step that is sampled, and take them off those of any other."""
-        if self._is_sampling == bool(self._sampling):
-            return
-        if self._sampling:
+        if self._sampling and not self._is_sampling:
             self._disarm()
+        if self._sampling or not self._is_sampling:
             return
         for row, (_, module) in enumerate(self._leaves):
             self._sampling.append(module.register_forward_hook(Inert(self._on_output, row)))
         for row, (_, parameter) in enumerate(self._parameters, self._first_gradient):
             hook = partial(self._on_gradient, row)
-            handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch's own
-            self._sampling.append(handle)
+            self._sampling.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]  # torch's own
 
     def _disarm(self) -> None:
         while self._sampling:
