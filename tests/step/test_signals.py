@@ -118,11 +118,3 @@ def test_a_state_is_not_saved_while_masters_are_in_the_place_of_weights() -> Non
         "and save where amp.step() has returned."
     )
     assert amp.state_dict()["counters"]["applied"] == amp.counters().applied
-
-
-def test_a_state_saved_before_the_scale_has_moved_is_said_to_be(caplog: pytest.LogCaptureFixture) -> None:
-    """Weights of the step and the loss scale of the one before do not go together."""
-    model, amp = prepared("fp16, scaling.init_scale=64")
-    train(model, amp)
-    handled(lambda: train(model, amp), 0, "loss_scale/state.py", amp.state_dict)
-    assert any("may be half of that step" in record.getMessage() for record in caplog.records)

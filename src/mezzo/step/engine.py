@@ -354,9 +354,9 @@ class Engine:
         self.num_steps, self.result = self.num_steps + 1, result
         if not self.is_captured:
             self.guard.add(result)
+        self.gradients.close([one.optimizer for one in grads])
         if self.policy.scaling is not None:
             move_scale_(self.loss_scale, flags, self.policy.scaling)
-        self.gradients.close([one.optimizer for one in grads])
         if not self.replay.is_idle:
             self.replay.close()
         if self.consensus is not None:
