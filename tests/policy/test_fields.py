@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from dataclasses import MISSING, FrozenInstanceError, fields
+from typing import Any
 
 import pytest
 import torch
@@ -266,3 +268,21 @@ class TestCheckModules:
     def test_a_model_without_modules_has_no_nearest(self) -> None:
         with pytest.raises(PolicyError, match=r"matches 'a\.b'\. A rule that may"):
             Policy.parse("fp32, a.b=low").check_modules([])
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "fields", "said"),
+    [
+        (Policy, ("bf16-mixed",), {}, "takes its fields by name, as in Policy(compute=...). Text is read by Policy.parse('bf16-mixed')"),
+        (Policy, (torch.bfloat16,), {}, "takes its fields by name, as in Policy(compute=...)"),
+        (Policy, (), {"weights": "bf16"}, "has no argument 'weights'"),
+        (ScalingConfig, (1024.0,), {}, "takes its fields by name, as in ScalingConfig(init_scale=...)"),
+        (ScalingConfig, (), {"init_scales": 4.0}, "has no argument 'init_scales'. Did you mean 'init_scale'?"),
+        (ModuleRule, ("head", Rule.FP32), {}, "takes its fields by name, as in ModuleRule(pattern=...)"),
+    ],
+)  # fmt: skip
+def test_fields_are_given_by_name(kind: Any, given: tuple[Any, ...], fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(PolicyError) as error:
+        kind(*given, **fields)
+    assert str(error.value).startswith(f"{kind.__name__} {said}")
+    assert [*inspect.signature(kind).parameters] == [*kind.__dataclass_fields__]

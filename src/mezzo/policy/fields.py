@@ -12,7 +12,7 @@ import torch
 
 from ..errors import FormatError, PolicyError, did_you_mean, shown
 from ..formats import FP8, LOW_DTYPES, SMALLEST, as_device, dtype_name, is_number, native_support, parse_dtype
-from .kinds import Rule, check_kinds
+from .kinds import Rule, by_name, check_kinds
 from .table import TableName, known_ops
 
 Master = Literal["none", "split", "fp32", "kahan", "stochastic"]
@@ -45,6 +45,7 @@ def check_known(what: str, word: str, known: Collection[str]) -> None:
         raise PolicyError(f"unknown {what} {word!r}.{did_you_mean(word, known)}")
 
 
+@by_name
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalingConfig:
     """How the loss scale moves. Defaults are torch's, with a floor that torch lacks.
@@ -96,6 +97,7 @@ class ScalingConfig:
               f"init_scale={self.init_scale} must lie in [min_scale={self.min_scale}, max_scale={self.max_scale}].")  # fmt: skip
 
 
+@by_name
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GuardConfig:
     """What the step does about inf and NaN.
@@ -124,6 +126,7 @@ class GuardConfig:
         check(self.check_every >= 0, f"check_every={self.check_every} must be >= 0.")
 
 
+@by_name
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleRule:
     """A rule for every module that a pattern names.
@@ -176,6 +179,7 @@ def names_of(names: str | Iterable[str]) -> tuple[str, ...]:
     return found
 
 
+@by_name
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpRules:
     """Which op table is in force, and the edits to it.

@@ -5,14 +5,17 @@ from __future__ import annotations
 import enum
 import types
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, wraps
+from inspect import signature
 from pathlib import Path
-from typing import Literal, Union, get_args, get_origin, get_type_hints
+from typing import Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 
-from ..errors import MezzoError, PolicyError, did_you_mean, shown
+from ..errors import MezzoError, PolicyError, did_you_mean, misfit_of, shown
 from ..formats import FP8, MIXED_DTYPES, dtype_name, is_number, is_one_of
+
+T = TypeVar("T")
 
 
 class Rule(enum.Enum):
@@ -53,6 +56,24 @@ def dtypes_in_words(name: str) -> str:
 NOUNS: Mapping[object, str] = {
     float: "a number", int: "a whole number", bool: "true or false", str: "text", Path: "a path",
 }  # fmt: skip
+
+
+def by_name(kind: type[T]) -> type[T]:
+    """Have a dataclass say in a PolicyError which fields it takes, where it is given others, or values without a name."""
+    init: Callable[..., None] = kind.__init__
+    name, known, is_text = kind.__name__, [*signature(kind).parameters], hasattr(kind, "parse")
+
+    @wraps(init)
+    def checked(self: T, *given: object, **fields: object) -> None:
+        if given:
+            parse = f" Text is read by {name}.parse({given[0]!r})." if isinstance(given[0], str) and is_text else ""
+            raise PolicyError(f"{name} takes its fields by name, as in {name}({known[0]}=...).{parse}")
+        if not fields.keys() <= {*known}:
+            raise PolicyError(f"{name} {misfit_of(init, fields, {})}")
+        init(self, **fields)
+
+    kind.__init__ = checked  # type: ignore[assignment]  # of the class that is decorated, before anybody has it
+    return kind
 
 
 kinds: Callable[[type], Mapping[str, object]] = cache(get_type_hints)

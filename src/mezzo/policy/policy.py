@@ -15,6 +15,7 @@ from ..errors import PolicyError, listed, shown
 from ..formats import as_device, dtype_name
 from .diff import PolicyDiff, diff
 from .fields import CacheName, PolicyFields, names_of
+from .kinds import by_name
 from .presets import PRESET_FIELDS
 from .spelling import write_module_rule
 from .text import parse, to_html, written
@@ -22,6 +23,7 @@ from .toml import from_document, load, save, to_document
 from .why import EngineChoice, Why, why, why_engine
 
 
+@by_name
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Policy(PolicyFields):
     """What precision everything has: ops, modules, weights, gradients, moments, reductions, output.

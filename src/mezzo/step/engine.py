@@ -354,7 +354,7 @@ class Engine:
         self.num_steps, self.result = self.num_steps + 1, result
         if not self.is_captured:
             self.guard.add(result)
-        self.gradients.close([one.optimizer for one in grads])
+        self.gradients.close([one.optimizer for one in grads])  # before the scale moves: those that wait carry this one
         if self.policy.scaling is not None:
             move_scale_(self.loss_scale, flags, self.policy.scaling)
         if not self.replay.is_idle:
