@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import re
 from dataclasses import fields, replace
 from typing import Any
 
@@ -169,3 +170,20 @@ def test_a_result_travels(is_bad: bool) -> None:
         assert (bool(other), other.optimizers, other.skipped_in_a_row) == (not is_bad, (not is_bad,), int(is_bad))
         assert other.nonfinite == result.nonfinite and other.stats.gradient(model.weight) is None
         assert repr(pickle.loads(pickle.dumps(other))) == repr(result)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("skipped", "Write not result, or not result.applied."), ("item", "its loss is what amp.backward was given, or what the closure returned"),
+        ("loss", "its loss is what amp.backward was given"), ("norm", "Write result.grad_norm."), ("aplied", "Did you mean 'applied'?"),
+    ],
+)  # fmt: skip
+def test_a_word_that_a_result_lacks_is_answered(name: str, said: str) -> None:
+    model = nn.Linear(4, 1)
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16")
+    amp.backward(model(torch.ones(2, 4)).sum())
+    result = amp.step()
+    with pytest.raises(AttributeError, match=f"the result of a step has no '{name}'. .*{re.escape(said)}"):
+        getattr(result, name)
+    assert not hasattr(result, name) and repr(copy.deepcopy(result)) == repr(result)

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from html import escape
 from types import MappingProxyType
-from typing import Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..distributed import RankConsensus
-from ..errors import StepError
+from ..errors import StepAttributeError, StepError, did_you_mean
 from ..kernels import choose, constant, decision_slots, move, norm_and_finite, num_decided, pack_decision, to_host
 from ..loss_scale import AccumulationState, Flag, either, host_decides, is_bad, without
 from ..read_only import read_only
@@ -25,6 +25,10 @@ Skip = Literal["together", "independent"]
 Reason = Literal["gradients", "loss", "buffers"]
 """What was not finite first in a step that was skipped."""
 T = TypeVar("T", Tensor, float)
+_LOSS = "A step keeps no loss: its loss is what amp.backward was given, or what the closure returned. Keep it there."
+_INSTEAD = {
+    "skipped": "Write not result, or not result.applied.", "norm": "Write result.grad_norm.", **dict.fromkeys(("loss", "item", "detach", "backward"), _LOSS),
+}  # fmt: skip
 
 
 @read_only
@@ -231,6 +235,13 @@ class StepResult:
         elif not is_captured:
             assert flags.vector is not None
             self._vector, self._event = to_host(flags.vector)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            known = (word for word in dir(type(self)) if not word.startswith("_"))
+            meant = _INSTEAD.get(name) or did_you_mean(name, known).lstrip()
+            raise StepAttributeError(f"the result of a step has no '{name}'. {meant}")
 
     def _read(self, flags: StepFlags[float]) -> StepFlags[float]:
         self._flags, before, self._before = flags, self._before, 0
