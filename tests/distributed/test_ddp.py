@@ -291,7 +291,7 @@ def _ends_in_backward(rank: int, world: int, path: Path) -> str:
             amp.backward(loss)
         except DistributedError as error:
             path.with_suffix(f".{rank}").touch()
-            end = time.monotonic() + 10
+            end = time.monotonic() + 60
             while len(list(path.parent.glob("*.[02]"))) < 2 and time.monotonic() < end:
                 time.sleep(0.05)  # who ends first would be one more that has ended
             return str(error)
