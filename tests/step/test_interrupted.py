@@ -27,17 +27,16 @@ from mezzo.errors import StepError
 SRC = str(Path(mezzo.__file__).parent)
 
 
-def interrupted(
-    call: Callable[[], object], at: int, inside: str = SRC, by: type[BaseException] = KeyboardInterrupt
-) -> bool:
-    """Run a call and raise an error at the start of one of the lines of mezzo, or of other files, counted from 0; return whether it came out."""
+def reached(call: Callable[[], object], at: int, inside: str, act: Callable[[], object]) -> bool:
+    """Run a call, and act at the start of one of its lines in files below a path, counted from 0; return whether it came there."""
     left = [at]
 
     def on_line(frame: FrameType, event: str, _: object) -> Any:
         if event == "line":
             left[0] -= 1
             if left[0] == -1:
-                raise by("at a line")
+                sys.settrace(None)
+                act()
         return on_line
 
     def on_call(frame: FrameType, *_: object) -> Any:
@@ -47,10 +46,23 @@ def interrupted(
     sys.settrace(on_call)
     try:
         call()
-    except by:
-        return True
     finally:
         sys.settrace(before)
+    return left[0] < 0
+
+
+def interrupted(
+    call: Callable[[], object], at: int, inside: str = SRC, by: type[BaseException] = KeyboardInterrupt
+) -> bool:
+    """Run a call and raise an error at the start of one of the lines of mezzo, or of other files, counted from 0; return whether it came out."""
+
+    def interrupt() -> None:
+        raise by("at a line")
+
+    try:
+        reached(call, at, inside, interrupt)
+    except by:
+        return True
     return False
 
 

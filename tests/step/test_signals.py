@@ -3,44 +3,15 @@
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from tests.step.test_interrupted import SRC, reached
 from torch import Tensor, nn
 
 import mezzo
 from mezzo.errors import CheckpointError
-
-SRC = str(Path(mezzo.__file__).parent)
-
-
-def handled(call: Callable[[], object], at: int, inside: str, handler: Callable[[], None]) -> bool:
-    """Run a call, and a handler at the start of one of the lines of a file or folder of mezzo, counted from 0; return whether there was one."""
-    left = [at]
-
-    def on_line(frame: FrameType, event: str, _: object) -> Any:
-        if event == "line":
-            left[0] -= 1
-            if left[0] == -1:
-                sys.settrace(None)
-                handler()
-        return on_line
-
-    def on_call(frame: FrameType, *_: object) -> Any:
-        return on_line if left[0] >= 0 and frame.f_code.co_filename.startswith(f"{SRC}/{inside}") else None
-
-    before = sys.gettrace()
-    sys.settrace(on_call)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    return left[0] < 0
 
 
 def prepared(policy: str, kind: Any = torch.optim.AdamW) -> tuple[nn.Module, mezzo.Stepper]:
@@ -63,7 +34,7 @@ def test_a_forward_in_a_handler_computes_what_it_computes_elsewhere(inside: str,
     model, _ = prepared(policy)
     x, at = torch.linspace(-1, 1, 12).reshape(3, 4), 0
     want, got, outs = model(x), list[Tensor](), list[Tensor]()
-    while handled(lambda: outs.append(model(x)), at, inside, lambda: got.append(model(x))):
+    while reached(lambda: outs.append(model(x)), at, f"{SRC}/{inside}", lambda: got.append(model(x))):
         at += 1
     assert at > 40 and len(got) == at
     for out in (*got, *outs):  # inside the region what comes out is not widened yet
@@ -78,7 +49,7 @@ def test_counters_read_in_a_handler_count_each_step_once(policy: str) -> None:
     while True:
         model, amp = prepared(policy)
         train(model, amp, 3)
-        was_handled = handled(lambda: train(model, amp, 2), at, "step/guard.py", amp.counters)  # noqa: B023
+        was_handled = reached(lambda: train(model, amp, 2), at, f"{SRC}/step/guard.py", amp.counters)  # noqa: B023
         train(model, amp)
         assert amp.counters().seen == amp.counters().applied == 6, at
         if not was_handled:
@@ -91,7 +62,7 @@ def test_weights_exported_in_the_middle_of_a_step_are_said_to_be(caplog: pytest.
     """As a state is that is saved there; at the end of the step it is whole."""
     model, amp = prepared("bf16-master")
     train(model, amp)
-    handled(lambda: train(model, amp), 0, "kernels/ops/adamw/", amp.export_weights)
+    reached(lambda: train(model, amp), 0, f"{SRC}/kernels/ops/adamw/", amp.export_weights)
     (told,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert told.startswith("amp.export_weights() was called after a step() that has not ended"), told
     caplog.clear()
@@ -110,7 +81,7 @@ def test_a_state_is_not_saved_while_masters_are_in_the_place_of_weights() -> Non
 
     model, amp = prepared("bf16-master", torch.optim.RMSprop)
     train(model, amp)
-    while handled(lambda: train(model, amp), at, "optim/master_weights.py", save):
+    while reached(lambda: train(model, amp), at, f"{SRC}/optim/master_weights.py", save):
         at += 3
     (one,) = told
     assert one == (
