@@ -143,16 +143,11 @@ class Amplified:
             lost = 0.0 if wide is None else _without_slope(call, wide)
             found = (lost, "", "probabilities") if lost else None
         if found is not None:
-            (value, what, case), dtype = found, dtype_name(self._reference.low)
+            value, what, case = found
             lint = Lint(
-                rule="amplified-rounding",
-                site=site,
-                kernel=call.facts.kernel,
-                dtype=dtype,
-                what=what,
-                value=value,
-                case=case,
-            )
+                rule="amplified-rounding", site=site, kernel=call.facts.kernel,
+                dtype=dtype_name(self._reference.low), what=what, value=value, case=case,
+            )  # fmt: skip
             self.tell(lint, site.step)
 
     def _maker(self, call: Call, site: Site, *, is_wrong: bool = True) -> Site:
