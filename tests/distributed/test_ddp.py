@@ -273,7 +273,8 @@ def test_weights_that_drift_apart_are_noticed() -> None:
         assert "end each no_sync() block before the step's last backward" in message
 
 
-def _ends_in_backward(rank: int, world: int, path: Path) -> str:
+def _ends_in_backward(rank: int, world: int, path: Path, is_awaited: bool) -> str:
+    inside = path.with_suffix(".inside")
     held = path.open()
     if rank == 1:
         flock(held, LOCK_EX)  # until the process has ended
@@ -284,8 +285,13 @@ def _ends_in_backward(rank: int, world: int, path: Path) -> str:
         x, y = _batch(step, rank)
         loss = nn.functional.mse_loss(model(x), y)
         if step == 1 and rank == 1:
+            while is_awaited and not inside.exists():
+                time.sleep(0.05)
+            time.sleep(0.5 * is_awaited)
             os._exit(1)
-        if step == 1:
+        if step == 1 and rank == 2 and is_awaited:
+            inside.touch()  # what it sends to rank 1 arrives, and it waits for rank 0 from then on
+        elif step == 1:
             flock(held, LOCK_SH)
         try:
             amp.backward(loss)
@@ -299,10 +305,12 @@ def _ends_in_backward(rank: int, world: int, path: Path) -> str:
     return "nothing was noticed"
 
 
-def test_a_rank_that_ends_in_backward_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_awaited", [False, True])
+def test_a_rank_that_ends_in_backward_is_named(tmp_path: Path, is_awaited: bool) -> None:
+    """Where another already waits in the average, for who notices the loss, it notices as well and isn't named beside it."""
     path = tmp_path / "held by rank 1"
     path.touch()
-    found = outcomes(3, _ends_in_backward, path)
+    found = outcomes(3, _ends_in_backward, path, is_awaited)
     for rank in (0, 2):
         assert found[rank].value == (
             f"rank 1 ended, and rank {rank} waits for it. The output of rank 1 says why; if it holds no error, its batches ran "

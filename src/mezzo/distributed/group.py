@@ -6,7 +6,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import reduce
 
@@ -22,6 +22,9 @@ TIMEOUT = timedelta(minutes=5)
 
 _GRACE = timedelta(seconds=10)
 """How long a roll call waits for ranks that notice a loss later than others."""
+
+_NO_TAG = 2**31 - 1
+"""Of a transfer that nobody sends."""
 
 # gloo's threads let go of a transfer after they told of its end. Who lets go last frees its tensors, for which a thread
 # needs the interpreter, and aborts a program that ends just then. So the last small ones are held here.
@@ -213,6 +216,7 @@ class Group:
         # A rank that gives up closes its connections too, but only once its own time is over.
         has_ended = "closed" in text or "reset" in text or "broken" in text
         has_ended = has_ended and seconds < limit / 2
+        self._hang_up()
         try:
             missing = self.missing()
         except RuntimeError:
@@ -233,6 +237,13 @@ class Group:
         if has_ended:
             return f"{lost} ended, and rank {own} waits for it. The output of {lost} says why; if it holds no error, its batches ran out: {_EVEN}. Start again from the last checkpoint."
         return f"{lost} did not answer rank {own} in {waited}: ended, or stuck. The output of {lost} says why; start again from the last checkpoint."
+
+    def _hang_up(self) -> None:
+        # Who waits for this rank only, not for the lost one, would notice no loss. gloo closes all connections where a
+        # transfer is late, and has no other call for it.
+        if "cpu" in self._devices:
+            with suppress(RuntimeError):
+                self.handle.recv_anysource([torch.empty(1)], _NO_TAG).wait(timedelta(milliseconds=1))
 
     def is_first_at(self, key: str) -> bool:
         """Whether no other rank has asked this about a key before. True as well if the ranks' store cannot be reached."""
