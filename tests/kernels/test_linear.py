@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from mezzo.kernels.ops import linear as door
 from mezzo.kernels.ops.linear import cpu
 
 BF16 = torch.bfloat16
+CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index0/size")
 needs_compiler = pytest.mark.skipif(
     registry.choose("linear", torch.device("cpu"), BF16).backend != "cpu", reason="no compiler"
 )
@@ -63,6 +65,12 @@ def check_is_rounded_once(rows: tuple[int, ...], inner: int, width: int, has_bia
     assert found.dtype is BF16
     allowed = torch.finfo(BF16).eps / 2 * exact.abs() + (inner + 1) * torch.finfo(torch.float32).eps * sums
     assert bool(((found.double() - exact).abs() <= allowed).all()), rows
+
+
+@needs_compiler
+@pytest.mark.skipif(not CACHE.exists(), reason="the system does not say what its caches hold")
+def test_the_cache_is_as_large_as_the_system_says() -> None:
+    assert cpu.has_large_cache() == (int(CACHE.read_text().strip().rstrip("K")) >= 48)
 
 
 @needs_compiler

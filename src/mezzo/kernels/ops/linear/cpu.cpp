@@ -14,6 +14,10 @@
 #include "formats.h"
 #include "tiles.h"
 
+#if __has_include(<unistd.h>)
+#include <unistd.h>
+#endif
+
 #if defined(__AVX512F__)
 #include <immintrin.h>
 constexpr int kLanes = 16;
@@ -22,12 +26,6 @@ constexpr int kLanes = 8;
 #endif
 constexpr int64_t kRows = 8;          // of x that a weight is multiplied with once it is read
 constexpr int64_t kWeights = 1 << 18;  // of a block that stay in a second-level cache
-constexpr int64_t kInputs = 12288;    // bytes of x that stay in the first-level cache beside the sums of a block
-
-// What a first-level cache of 32 KB holds beside x, and one of 48 KB: outputs that a thread takes at a time, whole groups of 3 and of 4; and
-// how many groups before they are needed, into which cache, and from how many rows of x on weights are called for.
-struct Small { static constexpr int64_t block = 24, ahead = 8, locality = 2, rows = 1; };
-struct Large { static constexpr int64_t block = 96, ahead = 2, locality = 3, rows = 3; };
 
 typedef float Lanes __attribute__((vector_size(4 * kLanes)));
 
@@ -65,6 +63,19 @@ inline void add_product(Lanes& sum, Chunk w, Chunk x) { sum += w * x; }
 inline float stored(uint16_t x) { return widen_bf16(x); }
 #endif
 
+// What suits a first-level cache of 32 KB, and one of 48 KB on a processor that multiplies pairs, where alone it was measured: how many weights of a row
+// are taken at a time, so that their part of x stays in the cache; outputs of a thread at a time, whole groups of 3 and of 4; how many groups before
+// they are needed weights are called for into the second-level cache, how many weights of a row before into the first (0 is never), and from how many
+// rows of x on.
+struct Small {
+  static constexpr int64_t block = 24, ahead = 8, near = 0, rows = 1;
+  template <int M> static constexpr int64_t piece = 12288 / int64_t(sizeof(Stored)) / M / kStep * kStep;
+};
+struct Large {
+  static constexpr int64_t block = 96, ahead = 1, near = 768, rows = 3;
+  template <int M> static constexpr int64_t piece = M < rows ? Small::piece<M> : 1024;
+};
+
 struct Product {
   const Stored* chunks;  // of x, for each step those of all rows: rows as far apart as weights' would share cache lines' places
   const uint16_t *x, *weight, *bias;
@@ -76,25 +87,33 @@ struct Product {
   Product from(int64_t row) const { return {chunks + row * apart, x + row * inner, weight, bias, out + row * width, inner, width, apart, block}; }
 };
 
-// Adds to N outputs of M rows, from `first` on, their products in [begin, end), and calls for the weights at `next`.
+// Adds to N outputs of M rows their products at k, and calls for as many weights: those at `soon` into the first-level cache, at `later` into the second.
+template <class Cache, int M, int N>
+inline void add_step(const Product& p, const uint16_t* weight, int64_t k, const uint16_t* soon, const uint16_t* later, Lanes (&sums)[N][M]) {
+  Chunk w[N];
+#pragma GCC unroll 8
+  for (int n = 0; n < N; n++) {
+    if (M >= Cache::rows && Cache::near) __builtin_prefetch(soon + n * p.inner, 0, 3);
+    if (M >= Cache::rows) __builtin_prefetch(later + n * p.inner, 0, 2);
+    w[n] = load_chunk(weight + n * p.inner + k);
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < M; m++) {
+    const Chunk x = load_chunk(p.chunks + k * M + m * kStep);
+#pragma GCC unroll 8
+    for (int n = 0; n < N; n++) add_product(sums[n][m], w[n], x);
+  }
+}
+
+// Adds to N outputs of M rows, from `first` on, their products in [begin, end). A later group of outputs begins at `next`.
 template <class Cache, int M, int N> inline void add_products(const Product& p, int64_t first, int64_t begin, int64_t end, const uint16_t* next, Lanes* sums) {
   Lanes own[N][M];
   std::memcpy(own, sums, sizeof own);
   const uint16_t* weight = p.weight + first * p.inner;
-  for (int64_t k = begin; k < end; k += kStep) {
-    Chunk w[N];
-#pragma GCC unroll 8
-    for (int n = 0; n < N; n++) {
-      if (M >= Cache::rows) __builtin_prefetch(next + n * p.inner + k - begin, 0, Cache::locality);
-      w[n] = load_chunk(weight + n * p.inner + k);
-    }
-#pragma GCC unroll 8
-    for (int m = 0; m < M; m++) {
-      const Chunk x = load_chunk(p.chunks + k * M + m * kStep);
-#pragma GCC unroll 8
-      for (int n = 0; n < N; n++) add_product(own[n][m], w[n], x);
-    }
-  }
+  const int64_t turn = std::max(begin, end - Cache::near);  // what is soon needed is the next group's from here on
+  int64_t k = begin;
+  for (; k < turn; k += kStep) add_step<Cache>(p, weight, k, weight + k + Cache::near, next + k - begin, own);
+  for (; k < end; k += kStep) add_step<Cache>(p, weight, k, next + k - turn, next + k - begin, own);
   std::memcpy(sums, own, sizeof own);
 }
 
@@ -122,7 +141,7 @@ template <int M> constexpr int64_t kTogether = M > 5 ? 3 : 4;  // outputs whose 
 // The outputs in [first, last), one piece of x after the other, so that all rows' piece is read from the nearest cache.
 template <class Cache, int M> void outputs(const Product& p, int64_t first, int64_t last) {
   constexpr int N = kTogether<M>;
-  constexpr int64_t piece = kInputs / int64_t(sizeof(Stored)) / M / kStep * kStep;
+  constexpr int64_t piece = Cache::template piece<M>;
   const int64_t whole = p.inner / kStep * kStep, groups = std::max<int64_t>(1, (last - first) / N), pieces = (whole + piece - 1) / piece;
   Lanes sums[Cache::block * M];
   std::memset(sums, 0, sizeof(Lanes) * M * (last - first));
@@ -165,6 +184,9 @@ extern "C" void mezzo_linear_forward(
       for (int64_t m = 0; m < own; m++)
         for (int64_t i = 0; i < kStep; i++) at[k * own + m * kStep + i] = stored(x[(first + m) * inner + k + i]);
   }
+#if !defined(__AVX512BF16__)
+  has_large_cache = 0;
+#endif
   (has_large_cache ? product<Large> : product<Small>)({chunks, x, weight, bias, out, inner, width, apart}, rows, threads);
 }
 
@@ -236,5 +258,14 @@ extern "C" int32_t mezzo_linear_most_rows(int32_t is_emulated) {
   return 8;
 #else
   return is_emulated ? 4 * kLanes : 4;
+#endif
+}
+
+// Whether the first-level cache holds 48 KB. Python's own sysconf does not know the name.
+extern "C" int32_t mezzo_linear_has_large_cache() {
+#if defined(_SC_LEVEL1_DCACHE_SIZE)
+  return sysconf(_SC_LEVEL1_DCACHE_SIZE) >= 48 * 1024;
+#else
+  return 0;
 #endif
 }

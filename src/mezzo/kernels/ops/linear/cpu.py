@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from ...backends.cpp.build import Kernel
 from ...operands import addresses_or_none
 from ...registry import is_emulated
 
-_kernel = Kernel("linear", forward="PPPPqqqii", tiles="PPPPqqqii", most_rows="i:i")
+_kernel = Kernel("linear", forward="PPPPqqqii", tiles="PPPPqqqii", most_rows="i:i", has_large_cache=":i")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -35,5 +34,4 @@ def most_rows() -> int:
 @functools.cache
 def has_large_cache() -> bool:
     """Whether this CPU's first-level cache holds 48 KB, not 32. Host only."""
-    name = "SC_LEVEL1_DCACHE_SIZE"
-    return name in getattr(os, "sysconf_names", ()) and os.sysconf(name) >= 48 * 1024
+    return bool(_kernel.has_large_cache())
