@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import mezzo
-from mezzo.distributed import RankConsensus
+from mezzo.distributed import RankConsensus, group
 from mezzo.errors import DistributedError, StepError
 
 pytestmark = pytest.mark.distributed
@@ -186,7 +186,10 @@ def _in_plain_copies(rank: int, world: int) -> str:
     net = _net()
     part = net[2:] if rank else net[:2]
     amp = mezzo.prepare(part, torch.optim.SGD(part.parameters(), lr=0.05), "fp32")
-    amp.consensus = RankConsensus(timeout=timedelta(seconds=6))
+    amp.consensus = RankConsensus(
+        timeout=timedelta(seconds=20)
+    )  # half of it is what a busy machine may take to end a process
+    group._GRACE = timedelta(seconds=2)
     stage = PipelineStage(DistributedDataParallel(part, process_group=alone), rank, world, torch.device("cpu"))
     schedule = ScheduleGPipe(stage, 2, loss_fn=lambda found, wanted: amp.scaled(_loss(found, wanted)))
     for step in range(2):
