@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,37 +71,69 @@ class _Idle(NamedTuple):
     case: LintCase = ""
 
 
+_Stamp = tuple[int, int, int]
+"""Which dense gradient a parameter has, how often it was written, and how often cleared."""
+
+
+@dataclass(slots=True)
+class _Gradients:
+    """What backward brought to one parameter."""
+
+    count: int = 0
+    arrived: int = 0  # the event with which the last that is not 0 came, until a step has looked
+    top: float | None = None  # the largest magnitude of the last
+    zeroed_at: Site | None = None  # the op that made the last 0 throughout
+    left: tuple[torch.optim.Optimizer, _Stamp] | None = None  # whose step left one behind, and its stamp then
+    rounded: _Idle | None = None  # those in a row, up to the last, that are 0 behind an op whose slope is 0 everywhere
+    is_alive: bool = False  # one came that trains
+    was_stepped: bool = False
+    values: set[tuple[int, float]] = field(
+        default_factory=set
+    )  # of the parameter: what goes through .data has no version
+
+
+@dataclass(slots=True)
+class _OptimizerSteps:
+    """The steps of one optimizer, whose weights had a size at the `start`, before or behind the last step, and at most."""
+
+    start: float
+    first_loss: float  # the largest before the first step
+    size: float = 0.0
+    largest: float = 0.0
+    first: Site | None = None  # where the first one ended
+    count: int = 0
+    by_hand: int = 0  # on gradients that no backward pass brought
+    rate: float = 0.0  # the largest
+    still: tuple[Site, int, float] | None = (
+        None  # at no rate, up to the last: where first, how many, their largest rate
+    )
+    is_sum: bool | None = None  # whether the gradient of the last was added to; None where nothing came to it
+    blown_up_at: int = 0  # losses before the one that blew up weights
+
+
+class _StepBefore(NamedTuple):
+    """A step before it is taken."""
+
+    ops: int = 0  # that had run
+    has_gradients: bool = False
+    is_cleared: bool | None = None  # whether gradients that came were cleared; None where nothing tells
+    is_unreached: bool = False  # none came
+    zero: Site | None = None  # the op that made all of them 0
+    scale: float = 1.0  # that they are still multiplied by
+
+
 class IdleSteps:
     """Counts steps at a rate of 0, on gradients cleared after backward or never, and gradients of 0, which one other of its kind unsays; sees what steps blew up."""
 
     def __init__(self) -> None:
-        self._idle: dict[tuple[LintRule, object], _Idle] = {}
-        self._alive: set[object] = set()
-        self._left: dict[int, tuple[torch.optim.Optimizer, tuple[int, int, int]]] = {}
-        self._is_sum: dict[torch.optim.Optimizer, bool] = {}
-        self._arrived: dict[int, int] = {}
-        self._tops: dict[int, float] = {}
-        self._zeroed_at: dict[int, Site | None] = {}
-        self._since: dict[int, tuple[Site, str, int]] = {}
-        self._zero: Site | None = None
+        self._idle: dict[tuple[LintRule, Any], _Idle] = {}
+        self._gradients: defaultdict[int, _Gradients] = defaultdict(_Gradients)
+        self._steps: dict[torch.optim.Optimizer, _OptimizerSteps] = {}
+        self._before = _StepBefore()
         self._cleared: tuple[int, Site | None] = (0, None)
         self._clearings: Counter[int] = Counter()
         self._events = 0
-        self._is_cleared: bool | None = None
-        self._ops, self._has_gradients = 0, False
-        self._is_unreached = False
-        self._sizes: dict[torch.optim.Optimizer, tuple[float, float, float]] = {}  # at first, before a step, at most
-        self._first_losses: dict[torch.optim.Optimizer, float] = {}
         self._losses: list[float] = []
-        self._blown_up: dict[object, int] = {}
-        self._scale = 1.0
-        self._steps: dict[torch.optim.Optimizer, tuple[Site, int]] = {}
-        self._brought: Counter[int] = Counter()
-        self._had: set[int] = set()
-        self._by_hand: Counter[torch.optim.Optimizer] = Counter()
-        self._seen: dict[int, set[tuple[int, float]]] = {}
-        self._rates: dict[torch.optim.Optimizer, float] = {}
-        self._still: dict[torch.optim.Optimizer, tuple[Site, int, float]] = {}
 
     def on_loss(self, size: float) -> None:
         """Take note of the magnitude of a loss, in fp32 where 16 bit made it 0. Host only."""
@@ -113,35 +146,33 @@ class IdleSteps:
         # where no weight of 0 makes it 0, a loss is at its minimum
         is_met = self._losses[-1:] == [0.0] and zeroed_at is not None and zeroed_at.op not in FACTORS
         zeroed_at = None if is_met else zeroed_at
-        self._zeroed_at[id(parameter)] = zeroed_at
-        self._brought[id(parameter)] += 1
-        if (value := plain(parameter)) is not None:  # what is written through .data counts no version
-            self._seen.setdefault(id(parameter), set()).add((version(parameter), rms(value, is_finite=False)))
-        self._tops[id(parameter)] = top
+        own = self._gradients[id(parameter)]
+        own.count, own.zeroed_at, own.top = own.count + 1, zeroed_at, top
+        if (value := plain(parameter)) is not None:
+            own.values.add((version(parameter), rms(value, is_finite=False)))
         if top:
             self._events += 1
-            self._arrived[id(parameter)] = self._events
-        optimizer, left = self._left.pop(id(parameter), (None, (0, 0, 0)))
-        if optimizer is not None:
+            own.arrived = self._events
+        if own.left is not None:
             # autograd adds in place, which is one more version; so does what clears, but through .data
-            now = self._stamp(parameter)
-            self._is_sum[optimizer] = now == (left[0], left[1] + 1, left[2])
-            if self._is_sum[optimizer]:  # another network's loss may have added it, before it is cleared
-                self._left[id(parameter)] = optimizer, now
+            (optimizer, left), now = own.left, self._stamp(parameter)
+            is_sum = self._steps[optimizer].is_sum = now == (left[0], left[1] + 1, left[2])
+            # another network's loss may have added it, before it is cleared
+            own.left = (optimizer, now) if is_sum else None
         flat = None if top or parameter.dim() < 2 else zeroed_at
-        first, _, times = self._since.pop(id(parameter), (flat, name, 0))
+        first, own.rounded = own.rounded, None
         if flat and flat.op in _PIECEWISE_CONSTANT:
-            self._since[id(parameter)] = first or flat, name, times + 1
+            first = first or _Idle(flat, name, 0)
+            own.rounded = first._replace(what=name, times=first.times + 1)
         if constant is not None:
             self._count("zero-gradients", id(parameter), constant, name, is_idle=True, case="one-number")
         # a weight of 0 between others of 0 stays one
         elif flat and (flat.op in _FLAT or not amax(parameter)):
             self._count("zero-gradients", id(parameter), flat, name, is_idle=True)
         else:
-            self._alive.add(id(parameter))
+            own.is_alive = True
 
-    def _stamp(self, parameter: Tensor) -> tuple[int, int, int]:
-        """Return which dense gradient a parameter has, how often it was written, and how often cleared. Host only."""
+    def _stamp(self, parameter: Tensor) -> _Stamp:
         grad = parameter.grad
         if grad is None or not _is_dense(grad):
             return 0, 0, 0
@@ -157,60 +188,62 @@ class IdleSteps:
 
     def before(self, optimizer: torch.optim.Optimizer, ops: int, has_closure: bool, scale: float) -> None:
         """Look at the gradients of a step, given how many ops ran before it and what they were multiplied by; a closure brings its own. Syncs: yes."""
-        arrived = max((self._arrived.pop(id(p), 0) for p in parameters(optimizer)), default=0)
-        grads = {id(p): plain(p.grad) for p in parameters(optimizer) if p.grad is not None}
-        found = list(grads.values())
-        self._had |= grads.keys()
-        self._by_hand[optimizer] += bool(grads) and not arrived
-        is_empty = not has_closure and not any(g is None or amax(g) for g in found)
-        self._is_cleared = False
-        if is_empty:  # None where it cannot be told: nothing arrived
-            self._is_cleared = arrived < self._cleared[0] if arrived else None
-        self._ops, self._has_gradients = ops, bool(found)
-        self._is_unreached = is_empty and not found and not arrived
-        if self._is_sum.get(optimizer):
-            left = [(self._stamp(p), self._left[id(p)][1]) for p in parameters(optimizer) if id(p) in self._left]
-            self._is_sum[optimizer] = any(now[::2] == then[::2] for now, then in left)
         size = _size_of(optimizer)
-        self._first_losses.setdefault(optimizer, max(self._losses, default=math.inf))
-        start, _, largest = self._sizes.get(optimizer, (size, size, 0.0))
-        self._sizes[optimizer] = start, size, largest
+        steps = self._steps.setdefault(optimizer, _OptimizerSteps(size, max(self._losses, default=math.inf)))
+        steps.size = size
+        own = [(p, self._gradients[id(p)]) for p in parameters(optimizer)]
+        arrived = max((brought.arrived for _, brought in own), default=0)
+        held = [(brought, plain(p.grad)) for p, brought in own if p.grad is not None]
+        for _, brought in own:
+            brought.arrived = 0
+        for brought, _ in held:
+            brought.was_stepped = True
+        steps.by_hand += bool(held) and not arrived
+        is_empty = not has_closure and not any(g is None or amax(g) for _, g in held)
+        if steps.is_sum:
+            left = [(self._stamp(p), brought.left[1]) for p, brought in own if brought.left is not None]
+            steps.is_sum = any(now[::2] == then[::2] for now, then in left)
         # divided by hand, they are no longer what came
-        as_came = all(g is not None and amax(g) == self._tops.get(key) for key, g in grads.items())
-        self._scale = scale if as_came and not has_closure and not is_empty else 1.0
-        sites = [site for key in grads if (site := self._zeroed_at.get(key)) is not None]
-        self._zero = sites[0] if sites and as_came and is_empty else None
+        as_came = all(g is not None and amax(g) == brought.top for brought, g in held)
+        sites = [brought.zeroed_at for brought, _ in held if brought.zeroed_at is not None]
+        self._before = _StepBefore(
+            ops=ops,
+            has_gradients=bool(held),
+            is_cleared=(arrived < self._cleared[0] if arrived else None) if is_empty else False,
+            is_unreached=is_empty and not held and not arrived,
+            zero=sites[0] if sites and as_came and is_empty else None,
+            scale=scale if as_came and not has_closure and not is_empty else 1.0,
+        )
 
     def after(self, optimizer: torch.optim.Optimizer, site: Site, ops: int) -> None:
         """Count the step that has just ended. Syncs: yes."""
+        steps, before, name = self._steps[optimizer], self._before, type(optimizer).__name__
         rate = max((float(group.get("lr", 1.0)) for group in optimizer.param_groups), default=1.0)
-        self._rates[optimizer] = max(rate, self._rates.get(optimizer, 0.0))
-        name = type(optimizer).__name__
-        began, still, top = self._still.pop(optimizer, (site, 0, 0.0))
-        if rate <= _NO_RATE * self._rates[optimizer]:
-            self._still[optimizer] = began, still + 1, max(top, rate)
-        zero, every = self._zero, f"every parameter of {name}"
-        self._count("zero-gradients", optimizer, zero or site, every, zero is not None)
-        if optimizer in self._is_sum:
-            self._count("uncleared-gradients", optimizer, site, name, self._is_sum.pop(optimizer))
+        steps.rate = max(rate, steps.rate)
+        began, still, top = steps.still or (site, 0, 0.0)
+        steps.still = (began, still + 1, max(top, rate)) if rate <= _NO_RATE * steps.rate else None
+        every = f"every parameter of {name}"
+        self._count("zero-gradients", optimizer, before.zero or site, every, before.zero is not None)
+        if steps.is_sum is not None:
+            self._count("uncleared-gradients", optimizer, site, name, steps.is_sum)
+            steps.is_sum = None
         kept = next((p for p in parameters(optimizer) if self._stamp(p)[0]), None)
         if kept is not None:
-            self._left[id(kept)] = optimizer, self._stamp(kept)
-        size, (start, before, largest) = _size_of(optimizer), self._sizes[optimizer]
-        self._sizes[optimizer] = start, size, max(size, largest)
-        is_blown_up = 0 < before and max(_LARGE, _LEAST["exploding-step"] * before) < size < math.inf
-        if is_blown_up and optimizer not in self._blown_up:
-            self._blown_up[optimizer] = len(self._losses)
-            self._idle["exploding-step", optimizer] = _Idle(site, f"one step of {name}", round(size / before))
-        if self._scale > 1:
-            self._idle.setdefault(("scaled-step", optimizer), _Idle(site, name, round(self._scale)))
-        first, steps = self._steps.get(optimizer, (site, 0))
-        self._steps[optimizer] = first, steps + 1
-        what, is_silent = f"the parameters of {name}", self._ops == ops
-        self._count("no-gradients", optimizer, site, what, self._is_unreached and is_silent)
-        if self._is_cleared is not None and (cleared := self._cleared[1] or site):
+            self._gradients[id(kept)].left = optimizer, self._stamp(kept)
+        size, was = _size_of(optimizer), steps.size
+        steps.size, steps.largest = size, max(size, steps.largest)
+        is_blown_up = 0 < was and max(_LARGE, _LEAST["exploding-step"] * was) < size < math.inf
+        if is_blown_up and ("exploding-step", optimizer) not in self._idle:
+            steps.blown_up_at = len(self._losses)
+            self._idle["exploding-step", optimizer] = _Idle(site, f"one step of {name}", round(size / was))
+        if before.scale > 1:
+            self._idle.setdefault(("scaled-step", optimizer), _Idle(site, name, round(before.scale)))
+        steps.first, steps.count = steps.first or site, steps.count + 1
+        what, is_silent = f"the parameters of {name}", before.ops == ops
+        self._count("no-gradients", optimizer, site, what, before.is_unreached and is_silent)
+        if before.is_cleared is not None and (cleared := self._cleared[1] or site):
             # an optimizer that computes without gradients has them from elsewhere
-            is_idle = self._is_cleared and (self._has_gradients or is_silent)
+            is_idle = before.is_cleared and (before.has_gradients or is_silent)
             self._count("cleared-gradients", optimizer, cleared, f"{name}.step ({short_line(site.frame)})", is_idle)
 
     def _count(self, rule: LintRule, owner: object, site: Site, what: str, is_idle: bool, case: LintCase = "") -> None:
@@ -219,20 +252,26 @@ class IdleSteps:
 
     def tell(self, lints: LintWatch, named: Mapping[int, str]) -> None:
         """Say which optimizers never moved a weight, or hold what stood in the place of one, given the parameters in modules by their ids."""
+        alive = {key: brought for key, brought in self._gradients.items() if brought.is_alive}
         for (rule, owner), (site, what, times, case) in self._idle.items():
-            is_learnt = rule == "exploding-step" and self._has_fallen_since(self._blown_up[owner])
+            is_learnt = rule == "exploding-step" and self._has_fallen_since(self._steps[owner].blown_up_at)
             least = _LEAST[rule]
             if case == "one-number":
                 least = 1 if lints.of_risks else _LEAST_OF_NORMS if site.op.endswith("norm") else least
-            if times >= least and owner not in self._alive and not is_learnt:
+            if times >= least and owner not in alive and not is_learnt:
                 lints.add(rule, site, torch.float32, what, times, case=case)
-        for key, (site, name, times) in self._since.items():  # quantised after it was trained
-            if key in self._alive and times >= _LEAST["zero-gradients"] and 3 * times > self._brought[key]:
-                what = f"{name}, after the first {self._brought[key] - times},"
-                lints.add("zero-gradients", site, torch.float32, what, times)
+        for brought in alive.values():  # quantised after it was trained
+            rounded, count = brought.rounded, brought.count
+            if rounded and rounded.times >= _LEAST["zero-gradients"] and 3 * rounded.times > count:
+                what = f"{rounded.what}, after the first {count - rounded.times},"
+                lints.add("zero-gradients", rounded.site, torch.float32, what, rounded.times)
         self._tell_still(lints)
         self._tell_replaced(lints, named)
         self._tell_diverged(lints)
+
+    def _ended(self) -> Iterator[tuple[torch.optim.Optimizer, _OptimizerSteps, Site]]:
+        """Yield each optimizer whose steps have ended, with where the first one was."""
+        yield from ((one, steps, steps.first) for one, steps in self._steps.items() if steps.first is not None)
 
     def _has_fallen_since(self, step: int) -> bool:
         """Say whether losses were smaller in the end than before a step, as where weights have to become large."""
@@ -243,39 +282,42 @@ class IdleSteps:
         if len(self._losses) < 2 * _FEW:
             return
         last = sorted(self._losses[-_FEW:])[_FEW // 2]
-        for optimizer, (site, steps) in self._steps.items():
-            (start, _, size), first = self._sizes[optimizer], self._first_losses[optimizer]
+        for optimizer, steps, site in self._ended():
+            start, size, first = steps.start, steps.largest, steps.first_loss
             has_grown = max(_LARGE, _GROWN * start) < size < math.inf and _DIVERGED * first < last < math.inf
             if start and has_grown and ("exploding-step", optimizer) not in self._idle:
-                what = f"{steps} steps of {type(optimizer).__name__}, in which the loss grew from {number(first)} to {number(last)},"
+                what = f"{steps.count} steps of {type(optimizer).__name__}, in which the loss grew from {number(first)} to {number(last)},"
                 lints.add("exploding-step", site, torch.float32, what, round(size / start))
 
     def unreached(self, named: Mapping[int, str]) -> list[tuple[int, str]]:
         """Return those of some parameters, by their ids, that had no gradient where others of them had. Host only."""
-        left = [(key, name) for key, name in named.items() if not self._brought[key]]
+        left = [(key, name) for key, name in named.items() if not self._gradients[key].count]
         return left if len(left) < len(named) else []
 
     def _tell_still(self, lints: LintWatch) -> None:
-        for optimizer, (site, still, top) in self._still.items():
-            steps, name = self._steps[optimizer][1], type(optimizer).__name__
-            if still == steps >= _STILL or (still >= _STILL_AT_THE_END and 3 * still > steps):
-                after = f" after the first {steps - still}" if still < steps else ""
-                largest = f", or at most a millionth of {number(self._rates[optimizer])}," if top else ""
-                what = f"0{largest} in each of the {still} steps of {name}{after}"
+        for optimizer, steps, _ in self._ended():
+            if steps.still is None:
+                continue
+            (site, still, top), count = steps.still, steps.count
+            if still == count >= _STILL or (still >= _STILL_AT_THE_END and 3 * still > count):
+                after = f" after the first {count - still}" if still < count else ""
+                largest = f", or at most a millionth of {number(steps.rate)}," if top else ""
+                what = f"0{largest} in each of the {still} steps of {type(optimizer).__name__}{after}"
                 lints.add("zero-learning-rate", site, torch.float32, what, still, case="tiny" if top else "")
 
     def _tell_replaced(self, lints: LintWatch, named: Mapping[int, str]) -> None:
-        params = {o: set(map(id, parameters(o))) for o in self._steps}
+        had = {key for key, brought in self._gradients.items() if brought.was_stepped}
+        params = {one: set(map(id, parameters(one))) for one, *_ in self._ended()}
         held, least = set().union(*params.values()), _LEAST["no-gradients"]
-        left = [name for key, name in named.items() if key not in held and self._brought[key] >= least]
-        is_moved = any(len(self._seen.get(key, ())) > 1 for key in named)
-        for optimizer, (site, steps) in self._steps.items() if left else ():
+        left = [name for key, name in named.items() if key not in held and self._gradients[key].count >= least]
+        is_moved = any(len(self._gradients[key].values) > 1 for key in named)
+        for optimizer, steps, site in self._ended() if left else ():
             # of the first step they count as arrived, since nobody looked at them before
-            is_by_hand = self._by_hand[optimizer] >= least - 1 and params[optimizer] <= self._had
+            is_by_hand = steps.by_hand >= least - 1 and params[optimizer] <= had
             if is_by_hand and not is_moved:
                 what = f"the parameters of {type(optimizer).__name__} had a gradient of backward, while {listed(left)}, which had, never changed,"
-                lints.add("no-gradients", site, torch.float32, what, steps, case="masters")
-            gone = params[optimizer] - named.keys() - self._had
-            if gone and steps >= least and params[optimizer] & named.keys() & self._had:
+                lints.add("no-gradients", site, torch.float32, what, steps.count, case="masters")
+            gone = params[optimizer] - named.keys() - had
+            if gone and steps.count >= least and params[optimizer] & named.keys() & had:
                 what = f"the {len(gone)} parameters of {type(optimizer).__name__} that are in no module, while no optimizer holds {listed(left)},"
-                lints.add("no-gradients", site, torch.float32, what, steps)
+                lints.add("no-gradients", site, torch.float32, what, steps.count)
