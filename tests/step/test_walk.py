@@ -15,7 +15,7 @@ import mezzo
 
 ROOT = Path(mezzo.__file__).parent
 OWN = ("step", "loss_scale", "stamp.py")
-SCALERS = ("loss_scale/grad_tracker.py", "step/foreign.py", "loss_scale/fused.py")
+SCALERS = ("loss_scale/grad_tracker.py", "step/strangers.py", "loss_scale/fused.py")
 """Whoever scales elsewhere in the process, a GradScaler or another stepper, is asked before any optimizer steps."""
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .._torch import buffers_at, own_buffers
 from ..stamp import Stamp
-from .copies import choose_, copies_of, is_plain
+from .undo import choose_, copies_of, is_plain
 
 
 @dataclass(frozen=True, slots=True, eq=False)

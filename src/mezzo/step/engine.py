@@ -22,7 +22,6 @@ from ..kernels import any_dtensor, is_dtensor, norm_and_finite
 from ..loss_scale import LossScale, OneThread, ask_before_steps, is_bad
 from ..policy import Policy
 from .buffers import Buffers
-from .foreign import refuse_stranger, warn_of_probabilities
 from .grad_passes import GradStats
 from .gradients import NOTHING, Gradients, OptimizerGrads
 from .invariants import ALWAYS, Invariants, look, unless_out_of_memory
@@ -33,6 +32,7 @@ from .recovery import Recovery, check_demotion
 from .release import Original
 from .report import ParameterNames, StateReport, make_report
 from .result import Skip, StepFlags, StepResult, check_grads
+from .strangers import refuse_stranger, warn_of_probabilities
 from .update import UNFINISHED, Clip, SteppedOptions, decides_on_device, move_scale_, update_
 
 Callback = tuple[Callable[[], object], Optimizer | None]

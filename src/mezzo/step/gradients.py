@@ -19,7 +19,6 @@ from ..kernels import GradientCheck, any_dtensor, move, norm_and_finite
 from ..loss_scale import AccumulationState, Flag, GradVersions, check_loss, either, host_decides, is_bad, without
 from ..read_only import read_only
 from ..stamp import Stamp
-from .foreign import refuse_scaled
 from .grad_passes import HALF_SHOWN, add_up_parts_, drop, measure_flush, true_gradients
 from .leftovers import (
     NO_OPTIMIZER,
@@ -34,6 +33,7 @@ from .leftovers import (
     refuse_replaced,
     why_no_gradients,
 )
+from .strangers import refuse_scaled
 
 
 @read_only

@@ -29,12 +29,12 @@ from ..binding import (
 )
 from ..binding.bind import bind
 from ..distributed import disconnect, refuse_flat, reshard_
-from ..errors import PolicyError, StepError, did_you_mean, kind_of, shown
+from ..errors import StepError, did_you_mean, kind_of, shown
 from ..formats import LOW_DTYPES, is_one_of
 from ..optim import adopt, local_optimizer, parameters, take_loaded_masters_, wrapped_optimizer
 from ..policy import FP32_RULES, CacheName, Policy, PolicyLike, as_policy, write_module_rule
 from .engine import Engine
-from .foreign import ARGUMENTS, warn_of_earlier
+from .foreign import OF_PREPARE
 from .leftovers import refuse_repeated, refuse_strangers
 from .load_hooks import LoadHooks
 from .recovery import check_demotion
@@ -42,35 +42,13 @@ from .release import let_go, original, remember_attributes, remember_weights
 from .report import ParameterNames
 from .result import Skip
 from .stepper import Stepper, answers_misfits
+from .strangers import warn_of_earlier
 from .update import is_owned
 
 _log = logging.getLogger("mezzo.step")
 
 
-def _policy_meant(value: object) -> object:
-    """Return a value given as a precision where it says a policy, else a policy to begin with."""
-    try:
-        as_policy(cast(PolicyLike, value))
-    except PolicyError:
-        return "bf16-master"
-    return value
-
-
-_NAMES = ("precision", "mixed_precision", "dtype", "amp_dtype", "compute_dtype", "opt_level")
-_IN_POLICY = "write it in the policy, as in policy='fp16, scaling=1024' or policy='fp16, scaling.init_scale=1024'"
-_ARGUMENTS = {
-    **ARGUMENTS,
-    **dict.fromkeys(_NAMES, lambda value: f"write policy={_policy_meant(value)!r}"),
-    **dict.fromkeys(("loss_scale", "init_scale", "growth_interval", "growth_factor", "backoff_factor"), _IN_POLICY),
-    **dict.fromkeys(("fp16", "bf16", "master_weights"), "write policy='fp16-master' or policy='bf16-master'"),
-    "enabled": "write policy='fp32' where nothing is to be cast",
-    "device_type": "leave it out, since the device of the model decides",
-    "": " Loaders stay as they are; a scheduler's step is called after steps that were applied: amp.on_applied(scheduler.step).",
-}
-"""What to write for arguments that other libraries have."""
-
-
-@answers_misfits("mezzo.prepare()", _ARGUMENTS)
+@answers_misfits("mezzo.prepare()", OF_PREPARE)
 def prepare(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,

@@ -22,12 +22,12 @@ from ..formats import LOW_DTYPES
 from ..policy import Policy
 from . import state_dict as checkpoint
 from .engine import Engine
-from .foreign import AverageByHand, is_call, warn_of_average
 from .forward_hook import ForwardHook, weakly
 from .guard import Counters
 from .recovery import check_demotion
 from .release import Released, refuse_sharded, release_
 from .report import StateReport, refuse_differing
+from .strangers import AverageByHand, is_call, warn_of_average
 from .update import forbid_direct_steps
 
 _log = logging.getLogger("mezzo.step")

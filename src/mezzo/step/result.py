@@ -17,6 +17,7 @@ from ..kernels import choose, constant, decision_slots, move, norm_and_finite, n
 from ..loss_scale import AccumulationState, Flag, either, host_decides, is_bad, without
 from ..read_only import read_only
 from .combine import Findings, combine
+from .foreign import OF_RESULT
 from .grad_passes import GradStats
 from .gradients import OptimizerGrads
 
@@ -25,10 +26,6 @@ Skip = Literal["together", "independent"]
 Reason = Literal["gradients", "loss", "buffers"]
 """What was not finite first in a step that was skipped."""
 T = TypeVar("T", Tensor, float)
-_LOSS = "A step keeps no loss: its loss is what amp.backward was given, or what the closure returned. Keep it there."
-_INSTEAD = {
-    "skipped": "Write not result, or not result.applied.", "norm": "Write result.grad_norm.", **dict.fromkeys(("loss", "item", "detach", "backward"), _LOSS),
-}  # fmt: skip
 
 
 @read_only
@@ -240,7 +237,7 @@ class StepResult:
 
         def __getattr__(self, name: str) -> NoReturn:
             known = (word for word in dir(type(self)) if not word.startswith("_"))
-            meant = _INSTEAD.get(name) or did_you_mean(name, known).lstrip()
+            meant = OF_RESULT.get(name) or did_you_mean(name, known).lstrip()
             raise StepAttributeError(f"the result of a step has no '{name}'. {meant}")
 
     def _read(self, flags: StepFlags[float]) -> StepFlags[float]:

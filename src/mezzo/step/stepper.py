@@ -19,7 +19,7 @@ from ..optim import stepped_optimizer
 from .capture import CapturedStep, P, R
 from .capture_rules import refuse_in_graph
 from .closure import step_by_closure
-from .foreign import ARGUMENTS, ELSEWHERE, OF_BACKWARD, OF_GRAD
+from .foreign import ARGUMENTS, OF_BACKWARD, OF_GRAD, OF_STEPPER
 from .grad_passes import check_flags, check_inputs
 from .prepared_run import PreparedRun
 from .result import StepResult
@@ -99,8 +99,8 @@ class Stepper(PreparedRun):
             raise StepAttributeError(f"a stepper has no '{name}'. {self._meant(name)}")
 
     def _meant(self, name: str) -> str:
-        if name in ELSEWHERE:
-            return ELSEWHERE[name]
+        if name in OF_STEPPER:
+            return OF_STEPPER[name]
         if name in dir(self.__dict__.get("model")):
             return f"Write amp.model.{name}: the model stays the object it is."
         if any(name in dir(optimizer) for optimizer in self.__dict__.get("optimizers", ())):

@@ -36,12 +36,12 @@ from ..optim import check_finite, is_hooked, keeps_masters, parameters, wrapped_
 from ..policy import ScalingConfig
 from ..stamp import versions_of
 from . import fused_adam
-from .attempt import Attempt, can_be_undone
-from .foreign import NO_SCALER, is_called_by_scaler
 from .grad_passes import clamp_, multiply_
 from .gradients import AFTER_BACKWARD, NOTHING, OptimizerGrads
 from .ranks import option_lines
 from .result import Skip, StepFlags
+from .strangers import NO_SCALER, is_called_by_scaler
+from .undo import Attempt, can_be_undone
 
 _handles: weakref.WeakKeyDictionary[Optimizer, tuple[RemovableHandle, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
 _whole: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()

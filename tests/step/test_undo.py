@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 import mezzo
 from mezzo.optim import MasterWeights
-from mezzo.step.attempt import Attempt, can_be_undone
+from mezzo.step.undo import Attempt, can_be_undone, choose_, copies_of
 
 Make = Callable[[list[Tensor]], Optimizer]
 KINDS: dict[str, Make] = {
@@ -124,3 +124,43 @@ def test_a_step_that_ends_in_an_error_is_taken_back_though_nothing_bad_was_found
     with pytest.raises(RuntimeError):
         amp.step()
     assert same(everything(optimizer, params), before)
+
+
+def many() -> list[Tensor]:
+    return [
+        torch.randn(3, 4),
+        torch.randn(2, 6).t(),
+        torch.tensor(2.5),
+        torch.empty(0),
+        torch.randn(5).bfloat16(),
+        torch.arange(4),
+        torch.tensor([True, False]),
+        torch.nn.Parameter(torch.randn(2, 2)),
+    ]
+
+
+def test_copies_have_values_dtype_and_strides_and_share_no_memory() -> None:
+    tensors = many()
+    for copied, tensor in zip(copies_of(tensors), tensors, strict=True):
+        assert torch.equal(copied, tensor)
+        assert (copied.dtype, copied.stride()) == (tensor.dtype, tensor.stride())
+        assert not copied.requires_grad
+        assert copied.numel() == 0 or copied.data_ptr() != tensor.data_ptr()
+
+
+@pytest.mark.parametrize("large", [1, 2**18], ids=["one launch each", "one for all"])
+@pytest.mark.parametrize("void", [True, torch.tensor(True), torch.tensor(False)])
+def test_old_values_come_back_where_the_step_is_void(
+    void: Tensor | bool, large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mezzo.step.undo._LARGE", large)
+    old, now = many(), many()
+    was, new = copies_of(old), copies_of(now)
+    choose_(list(zip(old, now, strict=True)), void)
+    for tensor, want in zip(now, was if void else new, strict=True):
+        assert torch.equal(tensor, want)
+
+
+def test_nothing_is_chosen_among_nothing() -> None:
+    assert copies_of([]) == []
+    choose_([], True)
