@@ -17,6 +17,7 @@ from .fsdp import reshard_ as reshard_
 from .fsdp import sharded_modules as sharded_modules
 from .group import TIMEOUT as TIMEOUT
 from .group import Group as Group
+from .group import is_distributed as is_distributed
 from .group import is_running as is_running
 from .rank_consistency import RankSetup as RankSetup
 from .rank_consistency import Signals as Signals

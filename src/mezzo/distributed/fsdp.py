@@ -24,7 +24,7 @@ from ..errors import DistributedError, PolicyError, check_given, first_line, lis
 from ..formats import FP8, LOW_DTYPES, dtype_name
 from ..kernels import is_dtensor
 from ..policy import Policy, PolicyLike, as_policy, names_around
-from .group import Group, all_gather_rows, is_running
+from .group import Group, all_gather_rows, is_distributed
 from .rank_consistency import digest, refuse_setup
 from .shard_plan import ParamDtypes, ShardGroup, ShardPlan, param_dtypes, plan_shards, precision_of
 from .wide_sum import ShardCollective, WideReduceScatter, WideReplicas
@@ -175,7 +175,7 @@ def refuse_flat(model: nn.Module, *, looks_around: bool = False) -> None:
             f"each rank {_OWN_ALONE} Write mezzo.distributed.fully_shard(model, policy, mesh=mesh['dp']) around the parallel model in its place, then make the optimizer, then prepare."
         )
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None or not is_running() or dist.get_world_size() == 1:
+    if fsdp is None or not is_distributed():
         return
     flat = fsdp.FullyShardedDataParallel
     if any(isinstance(module, flat) for module in model.modules()) or (looks_around and holding(model, flat)):

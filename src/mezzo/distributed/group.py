@@ -276,6 +276,11 @@ is_running: Callable[[], bool] = dist.is_initialized if dist.is_available() else
 """Whether torch.distributed is initialised in this process."""
 
 
+def is_distributed() -> bool:
+    """Whether other ranks run beside this one. Host only."""
+    return is_running() and dist.get_world_size() > 1
+
+
 def name_ranks(ranks: Iterable[int]) -> str:
     """Return ranks in words.
 

@@ -21,7 +21,7 @@ from ..errors import CheckpointError, MezzoError, first_line, interrupt_in, is_o
 from ..files import as_path, move_into_place
 from ..kernels import is_dtensor, like_dtensor, local
 from ..optim import parameters
-from .group import Group, is_running
+from .group import Group, is_distributed, is_running
 
 KeyPath = tuple[str | int, ...]
 """Keys and numbers on the way to a value inside nested dicts and lists."""
@@ -85,7 +85,7 @@ def save_checkpoint(amp: Saveable, folder: str | os.PathLike[str], *, extra: Map
         raise CheckpointError(
             f"save_checkpoint was given {path}, which is there already. Name a new folder for each checkpoint, and remove old ones when the new one is whole."
         )
-    if is_running() and dist.get_world_size() > 1 and any(hasattr(o, "consolidate_state_dict") for o in amp.optimizers):
+    if is_distributed() and any(hasattr(o, "consolidate_state_dict") for o in amp.optimizers):
         raise CheckpointError(
             "save_checkpoint was given a run with a ZeroRedundancyOptimizer, which puts its state together on one rank alone. Call "
             "optimizer.consolidate_state_dict(to=0) on every rank, and torch.save(amp.state_dict(), file) on rank 0."

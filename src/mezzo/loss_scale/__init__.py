@@ -3,7 +3,6 @@
 from .accumulation import AccumulationState as AccumulationState
 from .accumulation import Flag as Flag
 from .accumulation import GradVersions as GradVersions
-from .accumulation import OneThread as OneThread
 from .accumulation import ask_before_steps as ask_before_steps
 from .accumulation import ask_watchers as ask_watchers
 from .accumulation import check_loss as check_loss

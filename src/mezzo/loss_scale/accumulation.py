@@ -10,7 +10,6 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from threading import RLock
 from typing import Protocol
 
 import torch
@@ -303,20 +302,3 @@ def ask_watchers(optimizer: Optimizer, args: object, kwargs: object) -> None:
 def num_watchers() -> int:
     """Return how many live that are asked before any optimizer steps. Host only."""
     return len(_asked)
-
-
-class OneThread:
-    """A block for one thread at a time, which may enter it again; a StepError in any other, where gradients would be freed while they are read."""
-
-    def __init__(self) -> None:
-        self._lock = RLock()
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            raise StepError(
-                "another thread is inside of a backward, a step or a zero_grad of this stepper, whose gradients are the same. Have one "
-                "thread take its steps, or hold a threading.Lock around zero_grad, backward and step."
-            )
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()

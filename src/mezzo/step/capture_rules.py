@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch.distributed as dist
 from torch import Tensor
 
 from .._torch import step_hooks, version
-from ..distributed import is_running
+from ..distributed import is_distributed
 from ..errors import StepError, listed
 from ..optim import MasterOptimizer, wrapped_optimizer
 from .engine import Engine
@@ -34,7 +33,7 @@ def refuse_uncapturable(engine: Engine) -> None:
             f"amp.capture was called for a model on {listed(sorted(map(str, devices)))}: a graph is one accelerator's. Move the model there "
             "before mezzo.prepare, or call the function itself."
         )
-    if engine.consensus is not None or (is_running() and dist.get_world_size() > 1):
+    if engine.ranks.consensus is not None or is_distributed():
         raise StepError(
             "amp.capture was called where several ranks train together, which compare what each step found. Call the function "
             "itself."

@@ -59,7 +59,7 @@ class _Evaluations:
         if not self._engine.gradients.is_pending:
             raise StepError(f"step(closure): the closure ended without amp.backward(loss). {_INSIDE}")
         self.unscale()
-        consensus = self._engine.consensus  # an optimizer that compares losses must do so alike on all ranks
+        consensus = self._engine.ranks.consensus  # an optimizer that compares losses must do so alike on all ranks
         return self.loss if consensus is None or self.loss is None else consensus.mean(self.loss)
 
     def unscale(self) -> None:

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from threading import RLock
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
 from .._torch import is_capturing
 from ..binding import Binding, bound_of, convert_, innermost, rebind, set_grad_dtype_, warn_of_replaced
-from ..distributed import RankConsensus, Signals, Wrapper, is_running, refuse_joining, reshard_
+from ..distributed import is_running, refuse_joining, reshard_
 from ..errors import StepError
 from ..formats import LOW_DTYPES
-from ..kernels import any_dtensor, is_dtensor, norm_and_finite
-from ..loss_scale import LossScale, OneThread, ask_before_steps, is_bad
+from ..kernels import any_dtensor, norm_and_finite
+from ..loss_scale import LossScale, ask_before_steps, is_bad
 from ..policy import Policy
 from .buffers import Buffers
 from .grad_passes import GradStats
@@ -27,8 +27,8 @@ from .gradients import NOTHING, Gradients, OptimizerGrads
 from .invariants import ALWAYS, Invariants, look, unless_out_of_memory
 from .leftovers import refuse_repeated
 from .load_hooks import LoadHooks
-from .ranks import copied_tensors, setup_of, warn_alone, wrapper_around, wrapper_of
-from .recovery import Recovery, check_demotion
+from .ranks import Ranks
+from .recovery import Recovery
 from .release import Original
 from .report import ParameterNames, StateReport, make_report
 from .result import Skip, StepFlags, StepResult, check_grads
@@ -38,16 +38,32 @@ from .update import UNFINISHED, Clip, SteppedOptions, decides_on_device, move_sc
 Callback = tuple[Callable[[], object], Optimizer | None]
 
 
+class _OneThread:
+    """A block for one thread at a time, which may enter it again; a StepError in any other, where gradients would be freed while they are read."""
+
+    def __init__(self) -> None:
+        self._lock = RLock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise StepError(
+                "another thread is inside of a backward, a step or a zero_grad of this stepper, whose gradients are the same. Have one "
+                "thread take its steps, or hold a threading.Lock around zero_grad, backward and step."
+            )
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
 class Engine:
     """The parts of a stepper, and the order in which a step calls them.
 
     Attributes:
         root: the model without wrappers.
-        consensus: makes findings the same on all ranks; None on one rank.
+        ranks: who takes the same steps.
         callbacks: functions to call after steps of an optimizer, or of all, that were taken.
         is_stepping: whether an optimizer's step is called from here just now.
         is_captured: whether what is called now goes into a graph, and nothing is done.
-        news: what the other ranks must hear of.
     """
 
     def __init__(
@@ -55,7 +71,6 @@ class Engine:
         skip: Skip,
     ) -> None:  # fmt: skip
         self.model, self.original, self.load_hooks, policy = model, original, load_hooks, binding.policy
-        self.news = load_hooks.news
         self.optimizers = tuple(optimizers)
         self.names = names = ParameterNames(model, self.optimizers)
         self._dtypes = {p: p.dtype if p.dtype in LOW_DTYPES else dtype for p, (dtype, _) in original.dtypes.items()}
@@ -66,18 +81,15 @@ class Engine:
         self.buffers = Buffers(self.root, restores=policy.guard.restore_buffers)
         scaling, device = policy.scaling, self.gradients.device
         self.loss_scale = LossScale(scale=1.0) if scaling is None else LossScale.start(scaling, device)
-        self.recovery = Recovery(self.root, binding, self.gradients, self.buffers, self.loss_scale, names)
+        self.ranks = Ranks(model, self.optimizers, policy, names, load_hooks.news)
+        self.recovery = Recovery(self.root, binding, self.gradients, self.buffers, self.loss_scale, names, self.ranks)
         self.guard = self.recovery.guard
         self.replay = self.recovery.replay
         self._joinable = [one for one in self.optimizers if isinstance(one, Joinable)]
         self._stepped = [SteppedOptions(optimizer, index) for index, optimizer in enumerate(self.optimizers)]
         self.callbacks: list[Callback] = []
-        self.consensus: RankConsensus | None = None
-        self.awaited: RankConsensus | None = None
-        self.one_thread = OneThread()
-        self._is_alone = self._is_warned = self.is_stepping = self.is_captured = False
-        self.join(wrapper_of(model, policy))
-        check_demotion(policy, self.consensus)
+        self.one_thread = _OneThread()
+        self._is_warned = self.is_stepping = self.is_captured = False
         self.refusal: Exception | None = None  # of a change that was met where a compiler traced the model
         self.num_steps = 0
         self.result: StepResult | None = None
@@ -106,32 +118,6 @@ class Engine:
         self.gradients.refresh()
         self.buffers.rescan()
         self.load_hooks.follow_parts()
-
-    def join(self, wrapper: Wrapper | None) -> None:
-        """Take steps together with the ranks of a wrapper, if there is one."""
-        if wrapper is not None:
-            consensus = (self.consensus or self.awaited or RankConsensus(wrapper.process_group)).attach(wrapper)
-            check_demotion(self.policy, consensus)
-            self.consensus, self.awaited = consensus, None
-
-    def any_consensus(self) -> RankConsensus | None:
-        """Return what decides for all ranks, or, where several run and nothing wraps the model yet, what will. Host only."""
-        if self.consensus is None and self.awaited is None and is_running() and dist.get_world_size() > 1:
-            self.awaited = RankConsensus()
-        return self.consensus or self.awaited
-
-    def find_ranks(self) -> None:
-        """Look for ranks that nothing has led to yet, and compare with them, once, what this one was prepared with: a DistributedError if they differ.
-
-        Writes: masters, once, where the first rank's weights were copied. Syncs: once.
-        """
-        if self.consensus is None and not self._is_alone and is_running() and dist.get_world_size() > 1:
-            self.join(wrapper_around(self.model, self.policy))
-            self._is_alone = self.consensus is None
-            if self._is_alone:
-                warn_alone(self.root)
-        if self.consensus is not None:
-            self.consensus.handshake(lambda: setup_of(self.root, self.optimizers, self.policy))
 
     def report(self) -> StateReport:
         """Return what is declared beside what is; see `Stepper.report`."""
@@ -165,13 +151,13 @@ class Engine:
             if not self.replay.is_idle:
                 self.replay.forget()
             return
-        stop = self.recovery.stop(state, self.consensus)
+        stop = self.recovery.stop(state)
         if stop is None:
             return
         if before_step:
             self.buffers.settle(True)
             self.gradients.zero(set_to_none=True)
-        raise self.recovery.explained(stop, state.skip, self.consensus)
+        raise self.recovery.explained(stop, state.skip)
 
     def check_before_step(self) -> None:
         """Do as `check`, where nobody captures a graph, with sharded weights as optimizers hold them."""
@@ -186,8 +172,8 @@ class Engine:
         was_pending = self.gradients.is_pending
         with self.one_thread:
             self.gradients.zero(set_to_none)
-        if self.consensus is not None:
-            self.consensus.wrapper.drop()
+        if self.ranks.consensus is not None:
+            self.ranks.consensus.wrapper.drop()
         if not self.replay.is_idle:
             self.replay.drop(by_closure=self.is_stepping)
         if not self.buffers.slots:
@@ -210,19 +196,21 @@ class Engine:
         if self.refusal is not None:
             refusal, self.refusal = self.refusal, None
             raise refusal
-        self.find_ranks()
-        if self.consensus is not None:
-            self.consensus.wrapper.check_backward()
+        if is_running():
+            self.ranks.find()
+        consensus = self.ranks.consensus
+        if consensus is not None:
+            consensus.wrapper.check_backward()
         for optimizer in self._joinable:
             refuse_joining(optimizer, "Join([optimizer])")
         may_flush = (
             self.guard.flush_norm > 0 and inputs is None and not self.gradients.is_pending and self.replay.is_idle
         )
-        wants_probe = may_flush and self.guard.wants_probe(is_alone=self.consensus is None)
+        wants_probe = may_flush and self.guard.wants_probe(is_alone=consensus is None)
         try:
             with (
                 self.one_thread,
-                NOTHING if self.consensus is None else self.consensus.watching(),
+                NOTHING if consensus is None else consensus.watching(),
                 self.buffers.writing() if self.buffers.slots else NOTHING,
             ):
                 probing = self.replay.paused() if wants_probe else None
@@ -235,7 +223,7 @@ class Engine:
     @contextmanager
     def external_backward(self) -> Iterator[None]:
         """Take what backward passes of somebody else's leave inside the block; see `Stepper.external_backward`. Syncs: no."""
-        consensus = self.consensus
+        consensus = self.ranks.consensus
         watched = NOTHING if consensus is None else consensus.watching()
         with watched, self.gradients.external(self.scale, is_alone=consensus is None or not consensus.has_parts):
             yield
@@ -249,9 +237,10 @@ class Engine:
             )
         for one in self.stepped_options(optimizer):
             one.refuse_options(has_closure=False)
-        if self.consensus is not None:
-            self.find_ranks()
-            self.consensus.wrapper.check_step()
+        consensus = self.ranks.consensus
+        if consensus is not None:
+            self.ranks.find()
+            consensus.wrapper.check_step()
         grads = self.gradients.collect(optimizer)
         self.announce(optimizer, clip)
         flags, result = self.check_grads(grads, clip.max_norm)
@@ -259,7 +248,7 @@ class Engine:
         skipped = result.flags().skipped if flags.is_known or must_know else None
         self.settle_buffers(flags, skipped)
         is_due = self._is_due and not self.is_captured
-        has_parts = self.consensus is not None and self.consensus.has_parts
+        has_parts = consensus is not None and consensus.has_parts
         take_down = partial(look, grads, self.names, has_parts)
         before = unless_out_of_memory(take_down, self.num_steps) if is_due else None
         pending = self.gradients.pending
@@ -288,19 +277,14 @@ class Engine:
         return bool(self.callbacks) or not (is_healthy or all([decides_on_device(one.optimizer) for one in grads]))
 
     def announce(self, optimizer: Optimizer | None, clip: Clip) -> None:
-        """Take note of how the step clips, and have the other ranks told, with what this step finds, what it is, and whether something was loaded or written since the last. Syncs: no."""
+        """Take note of how the step clips, and have the other ranks told what it is. Syncs: no."""
         self.recovery.clip = clip
-        if (consensus := self.consensus) is None:
-            return
-        if consensus.has_parts or not consensus.every:
-            consensus.signals = Signals(lacks_scale=self.gradients.pending.lacks_scale)
-            return
-        stepped = self.stepped_options(optimizer)
-        which = [f"optimizer={one.index}" for one in stepped if optimizer is not None]
-        call = f"amp.step({', '.join((*which, *clip.spelled()))})"
-        whole = [p for p in self.names if not is_dtensor(p)]
-        lines = (call, *(line for one in stepped for line in one.lines()))
-        consensus.signals = self.news.signals(lines, whole, consensus.num_steps)
+        if self.ranks.consensus is not None:
+            stepped = self.stepped_options(optimizer)
+            which = [f"optimizer={one.index}" for one in stepped if optimizer is not None]
+            call = f"amp.step({', '.join((*which, *clip.spelled()))})"
+            lines = [call, *(line for one in stepped for line in one.lines())]
+            self.ranks.announce(lines, lacks_scale=self.gradients.pending.lacks_scale)
 
     def stepped_options(self, optimizer: Optimizer | None) -> list[SteppedOptions]:
         """Return the options of the optimizer that a step is of, or of all. Host only."""
@@ -315,7 +299,7 @@ class Engine:
         """Return the norm of the gradients that are there; see `Stepper.grad_norm`. Syncs: as `check_grads`."""
         grads, pending = self.gradients.collect(optimizer, "grad_norm()"), self.gradients.pending
         is_sharded = any_dtensor(p for one in grads for p in one.params)
-        consensus = self.consensus if is_sharded else None
+        consensus = self.ranks.consensus if is_sharded else None
         norm = check_grads(grads, pending, [], self._skip, consensus, len(self.optimizers)).grad_norm
         known = norm if isinstance(norm, Tensor) else float(norm)
         return torch.as_tensor(known, dtype=torch.float32, device=self.gradients.device)
@@ -326,7 +310,7 @@ class Engine:
         """Say what is wrong with the gradients, if anything: known, or on the way to the host. Syncs: no."""
         pending = self.gradients.pending
         written = self.buffers.written() if self.buffers.slots else []
-        flags = check_grads(grads, pending, written, self._skip, self.consensus, len(self.optimizers), max_norm)
+        flags = check_grads(grads, pending, written, self._skip, self.ranks.consensus, len(self.optimizers), max_norm)
         guard = self.guard
         stats = GradStats(
             params=[p for one in grads for p in one.params],
@@ -359,28 +343,16 @@ class Engine:
             move_scale_(self.loss_scale, flags, self.policy.scaling)
         if not self.replay.is_idle:
             self.replay.close()
-        if self.consensus is not None:
-            self._compare_ranks(self.consensus, grads)
+        if self.ranks.consensus is not None:
+            stepped = [p for one in grads for p in one.params]
+            self.ranks.compare(self.loss_scale, stepped, has_shards=self.gradients.has_dtensors)
         if skipped is not None:
             applied = {id(one.optimizer): not skip for one, skip in zip(grads, skipped, strict=True)}
             for function, optimizer in self.callbacks:
                 if all(applied.values()) if optimizer is None else applied.get(id(optimizer), False):
                     function()
-            if self.consensus is None:  # ranks check together, when the next step begins
+            if self.ranks.consensus is None:  # ranks check together, when the next step begins
                 self.check()
-
-    def _compare_ranks(self, consensus: RankConsensus, grads: Sequence[OptimizerGrads]) -> None:
-        """Compare loss scale, counters and whole weights over the ranks, in steps that the agreement chooses."""
-        numbers = {
-            "the loss scale": self.loss_scale.scale,
-            "the number of clean steps since the loss scale moved": self.loss_scale.growth_tracker,
-            "the number of skipped steps in a row": self.loss_scale.skipped_in_a_row,
-        }
-        if self.gradients.has_dtensors:  # shards, which nobody else has
-            numbers["the number of loads"] = self.news.num_loads
-        stepped = [p for one in grads for p in one.params]
-        consensus.audit(numbers, lambda: copied_tensors(self.names, self.optimizers, consensus.group.size), stepped)
-        self.news.close(self.names)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Refuse or name the step of an optimizer that was not prepared: see `refuse_stranger`. Host only."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from .._torch import own_modules
 from ..binding import AfterForward
-from ..distributed import around, connect, is_running
+from ..distributed import is_running
 from ..errors import PolicyError, StepError
 from ..formats import LOW_DTYPES
 from .engine import Engine
@@ -37,12 +37,8 @@ class ForwardHook:
             return None
         if self._may_be_captured and torch.is_grad_enabled():
             engine.refuse_capture("a forward of the prepared model")
-        if module is self._model:
-            ddp = around(engine.model) if is_running() else None
-            if ddp is not None and (engine.consensus is None or engine.consensus.wrapper.is_another(ddp)):
-                engine.join(connect(ddp, engine.policy))
-            if engine.consensus is not None:
-                engine.consensus.wrapper.note_forward()
+        if module is self._model and is_running():
+            engine.ranks.note_forward()
         is_first = self._seen_in[torch.is_grad_enabled()] != engine.num_steps
         if module is self._model or is_first:  # a look takes the whole model, and so is not had before each part
             self._seen_in[torch.is_grad_enabled()] = engine.num_steps
@@ -53,7 +49,7 @@ class ForwardHook:
                 engine.give_buffers_up()
             note = buffers.begin()
         if engine.guard.may_stop and torch.is_grad_enabled():
-            with_loss = engine.consensus is None and not engine.is_stepping
+            with_loss = engine.ranks.consensus is None and not engine.is_stepping
             watch = engine.recovery.keep(module, args, kwargs, with_loss=with_loss)
         return partial(_call_both, note, watch) if note is not None and watch is not None else note or watch
 

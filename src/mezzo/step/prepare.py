@@ -121,7 +121,7 @@ def _checked(model: nn.Module, optimizers: Sequence[Optimizer], policy: PolicyLi
             "every other module.", asked, " and ".join(idle), ", ".join(idle),
         )  # fmt: skip
     chosen = with_missing_kernels(asked.resolve(device), inner, device.type)
-    check_demotion(chosen, None)
+    check_demotion(chosen)
     check_floats(inner, chosen)
     refuse_repeated(model, optimizers)
     refuse_strangers(model, optimizers)

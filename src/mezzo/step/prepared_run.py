@@ -24,7 +24,6 @@ from . import state_dict as checkpoint
 from .engine import Engine
 from .forward_hook import ForwardHook, weakly
 from .guard import Counters
-from .recovery import check_demotion
 from .release import Released, refuse_sharded, release_
 from .report import StateReport, refuse_differing
 from .strangers import AverageByHand, is_call, warn_of_average
@@ -70,7 +69,7 @@ class PreparedRun:
         None on one rank. Before a wrapper has called the model it decides nothing yet, and its `group.timeout` may be set.
         Assign a `mezzo.distributed.RankConsensus` for ranks that nothing wraps, or to choose group and timeout.
         """
-        return self._engine.any_consensus()
+        return self._engine.ranks.expected()
 
     @consensus.setter
     def consensus(self, consensus: RankConsensus | None) -> None:
@@ -78,8 +77,7 @@ class PreparedRun:
             raise StepTypeError(
                 f"amp.consensus is a mezzo.distributed.RankConsensus() or None, and was given {type(consensus).__name__}."
             )
-        check_demotion(self.policy, consensus)
-        self._engine.consensus = consensus
+        self._engine.ranks.use(consensus)
 
     @property
     def policy(self) -> Policy:
@@ -145,7 +143,7 @@ class PreparedRun:
         try:
             with engine.load_hooks.paused():
                 loaded = checkpoint.load_(engine.model, engine.optimizers, complete, policy, undo)
-            engine.news.note_load()
+            engine.ranks.news.note_load()
             engine.recovery.forget()
             undo.callback(engine.guard.become, engine.guard.state)
             undo.callback(engine.recovery.bind_policy, policy)

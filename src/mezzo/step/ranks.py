@@ -1,4 +1,4 @@
-"""Who else takes part in a step: found when the model is prepared, or when DistributedDataParallel first calls it."""
+"""Who else takes part in a step: found when the model is prepared, or when DistributedDataParallel first calls it; told of each step and compared."""
 
 from __future__ import annotations
 
@@ -14,23 +14,29 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ..binding import innermost
 from ..distributed import (
     Group,
+    RankConsensus,
     RankSetup,
     ShardWrapper,
     Signals,
     Wrapper,
+    around,
     check_sharded,
     check_storage,
     connect,
     digest_of_piece,
     holding,
+    is_distributed,
     living,
     refuse_flat,
     sharded_modules,
 )
+from ..errors import PolicyError
 from ..formats import LOW_DTYPES, describe
 from ..kernels import AUX_STATE, any_dtensor, is_dtensor, num_shards
+from ..loss_scale import LossScale
 from ..optim import MasterOptimizer, keeps_masters, local_optimizer, parameters
 from ..policy import Policy
 from ..stamp import versions_of
@@ -164,6 +170,90 @@ class News:
         is_loaded, is_written = self.num_loads != self._known_loads, versions_of(self._params) != self._versions
         signals = Signals(is_loaded=is_loaded, is_written=is_written, call=call)
         return replace(signals, weights=digest_of_piece(params, turn)) if params else signals
+
+
+class Ranks:
+    """Who takes a run's steps with this rank: found when the model is prepared, called by a wrapper, or goes backward; told of each step, and compared.
+
+    Attributes:
+        consensus: makes findings the same on all ranks; None on one rank, and where nothing has led to the others yet.
+        news: what they must hear of.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], policy: Policy, names: Mapping[Tensor, str], news: News
+    ) -> None:
+        self._model, self._optimizers, self._policy, self._names = model, optimizers, policy, names
+        self.news = news
+        self.consensus: RankConsensus | None = None
+        self._awaited: RankConsensus | None = None
+        self._is_alone = False
+        self._join(wrapper_of(model, policy))
+
+    def use(self, consensus: RankConsensus | None) -> None:
+        """Have these ranks decide from now on; a PolicyError under a policy that demotes. Host only."""
+        if consensus is not None and self._policy.guard.on_overflow == "demote":
+            raise PolicyError(
+                "guard.on_overflow=demote was asked for on several ranks, and each would demote what overflowed on its own "
+                "batch, so their models would differ. Write guard.on_overflow=skip, and add the rule that the error names."
+            )
+        self.consensus = consensus
+
+    def _join(self, wrapper: Wrapper | None) -> None:
+        if wrapper is not None:
+            self.use((self.consensus or self._awaited or RankConsensus(wrapper.process_group)).attach(wrapper))
+            self._awaited = None
+
+    def expected(self) -> RankConsensus | None:
+        """Return what decides for all ranks, or, where several run and nothing wraps the model yet, what will. Host only."""
+        if self.consensus is None and self._awaited is None and is_distributed():
+            self._awaited = RankConsensus()
+        return self.consensus or self._awaited
+
+    def note_forward(self) -> None:
+        """Notice a wrapper that has come around the model, and tell it of a forward. Writes: its communication hook. Syncs: no."""
+        ddp = around(self._model)
+        if ddp is not None and (self.consensus is None or self.consensus.wrapper.is_another(ddp)):
+            self._join(connect(ddp, self._policy))
+        if self.consensus is not None:
+            self.consensus.wrapper.note_forward()
+
+    def find(self) -> None:
+        """Look for ranks that nothing has led to yet, and compare with them, once, what this one was prepared with: a DistributedError if they differ.
+
+        Writes: masters, once, where the first rank's weights were copied. Syncs: once.
+        """
+        if self.consensus is None and not self._is_alone and is_distributed():
+            self._join(wrapper_around(self._model, self._policy))
+            self._is_alone = self.consensus is None
+            if self._is_alone:
+                warn_alone(innermost(self._model))
+        if self.consensus is not None:
+            self.consensus.handshake(lambda: setup_of(innermost(self._model), self._optimizers, self._policy))
+
+    def announce(self, lines: Sequence[str], *, lacks_scale: bool) -> None:
+        """Have the others told, with what the step finds, what it is, and whether something was loaded or written since the last. Syncs: no."""
+        consensus = self.consensus
+        assert consensus is not None  # as the engine has asked
+        if consensus.has_parts or not consensus.every:
+            consensus.signals = Signals(lacks_scale=lacks_scale)
+        else:
+            whole = [p for p in self._names if not is_dtensor(p)]
+            consensus.signals = self.news.signals(tuple(lines), whole, consensus.num_steps)
+
+    def compare(self, loss_scale: LossScale, stepped: Sequence[Tensor], *, has_shards: bool) -> None:
+        """Compare loss scale, counters and whole weights behind a step, in those that the consensus chooses. Syncs: there."""
+        consensus = self.consensus
+        assert consensus is not None  # as the engine has asked
+        numbers = {
+            "the loss scale": loss_scale.scale,
+            "the number of clean steps since the loss scale moved": loss_scale.growth_tracker,
+            "the number of skipped steps in a row": loss_scale.skipped_in_a_row,
+        }
+        if has_shards:  # which nobody else has
+            numbers["the number of loads"] = self.news.num_loads
+        consensus.audit(numbers, lambda: copied_tensors(self._names, self._optimizers, consensus.group.size), stepped)
+        self.news.close(self._names)
 
 
 def _moments(optimizer: Optimizer) -> Iterator[Tensor]:

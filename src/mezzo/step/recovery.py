@@ -16,7 +16,6 @@ from torch.optim import Adagrad, Optimizer, RAdam
 
 from ..binding import AfterForward, Binding
 from ..binding.bind import bind
-from ..distributed import RankConsensus
 from ..errors import NonFiniteStep, PolicyError, StoppedRun
 from ..formats import LOW_DTYPES, dtype_name
 from ..kernels import local
@@ -28,7 +27,7 @@ from .buffers import Buffers
 from .gradients import Gradients
 from .guard import Guard, GuardState
 from .invariants import count_nonfinite, read_together
-from .ranks import waits_for_ranks
+from .ranks import Ranks, waits_for_ranks
 from .replay import Replay
 from .result import StepFlags, StepResult
 from .state_dict import load_scale_
@@ -51,6 +50,7 @@ class Recovery:
         buffers: Buffers,
         loss_scale: LossScale,
         names: Mapping[Tensor, str],
+        ranks: Ranks,
     ) -> None:
         policy = binding.policy
         self.binding = binding
@@ -59,6 +59,7 @@ class Recovery:
         self.guard = Guard(policy.guard, policy.scaling, nonfinite, _flush_norm(policy, gradients))
         self.replay = Replay(model)
         self._model, self._gradients, self._buffers, self._loss_scale = model, gradients, buffers, loss_scale
+        self._ranks = ranks
         self.clip = Clip()
 
     def keep(
@@ -78,7 +79,7 @@ class Recovery:
 
         return follow_loss
 
-    def stop(self, state: GuardState, consensus: RankConsensus | None) -> StoppedRun | None:
+    def stop(self, state: GuardState) -> StoppedRun | None:
         """Return why the run cannot go on, by what the guard knows after the last step, if it cannot; where the policy says so, demote first.
 
         All ranks say so together, whichever saw it.
@@ -86,12 +87,12 @@ class Recovery:
         if not state.is_troubled:
             self.replay.forget()
         skip, stop = state.skip, state.stop
-        if skip is not None and self._demote(state, skip, consensus):
+        if skip is not None and self._demote(state, skip):
             stop = None
         elif skip is not None and stop is None and skip.reason == "loss" and state.counters.skipped_in_a_row == 2:
-            self._explain_early(skip, consensus)
+            self._explain_early(skip)
         # All ranks have read the same flags, but what else is not finite, or was flushed, each sees in its own part.
-        is_watched = state.is_troubled or state.small_in_a_row > 0
+        is_watched, consensus = state.is_troubled or state.small_in_a_row > 0, self._ranks.consensus
         if consensus is not None and is_watched and consensus.group.any(stop is not None) and stop is None:
             happened = "was skipped" if state.is_troubled else "had gradients close to zero"
             return NonFiniteStep(
@@ -101,11 +102,11 @@ class Recovery:
             )
         return stop
 
-    def explained(self, stop: StoppedRun, skip: StepFlags[float] | None, consensus: RankConsensus | None) -> StoppedRun:
+    def explained(self, stop: StoppedRun, skip: StepFlags[float] | None) -> StoppedRun:
         """Return the error with what running the last batch, which was skipped, again has shown. Syncs: at every op."""
         if skip is None or not stop.is_batch_to_blame:
             return stop
-        found, rate = self._diagnosis(skip, consensus), self.rate_to_blame()
+        found, rate = self._diagnosis(skip), self.rate_to_blame()
         if found is None and not rate:
             return stop
         sentence, fix = ("", "") if found is None else (found.sentence, found.fix)
@@ -137,20 +138,21 @@ class Recovery:
         self.replay.drop()
         self.replay.forget()
 
-    def _explain_early(self, skip: StepFlags[float], consensus: RankConsensus | None) -> None:
+    def _explain_early(self, skip: StepFlags[float]) -> None:
         """Log why the loss is not finite, where a second batch in a row shows that it is not the batch."""
-        found, rate = self._diagnosis(skip, consensus), self.rate_to_blame()
+        found, rate = self._diagnosis(skip), self.rate_to_blame()
         sentence, fix = ("", "") if found is None else (found.sentence, found.fix)
         if rate or sentence:
             why = " ".join(filter(None, (rate, sentence, fix)))
             _log.warning("step %d: the loss is inf or NaN again; why: %s", self.guard.state.step, why)
 
-    def _diagnosis(self, skip: StepFlags[float], consensus: RankConsensus | None) -> Diagnosis | None:
+    def _diagnosis(self, skip: StepFlags[float]) -> Diagnosis | None:
         """Run the last batch again under the tracer, where no rank waits for another in it. Syncs: at every op."""
-        if consensus is not None and waits_for_ranks(self._model):
+        is_alone = self._ranks.consensus is None
+        if not is_alone and waits_for_ranks(self._model):
             return None
         was_pending, stamps = self._gradients.is_pending, self._gradients.stamps
-        reason = skip.reason if consensus is None else None  # it may be that of another rank
+        reason = skip.reason if is_alone else None  # it may be that of another rank
         try:
             with self._buffers.writing():
                 return self.replay.run(self.guard.state.step, skip.scale, reason)
@@ -158,7 +160,7 @@ class Recovery:
             if not was_pending and self._gradients.stamps is not stamps:
                 self._gradients.close()  # a closure that ran again took the stamps off the gradients
 
-    def _demote(self, state: GuardState, skip: StepFlags[float], consensus: RankConsensus | None) -> bool:
+    def _demote(self, state: GuardState, skip: StepFlags[float]) -> bool:
         """Give fp32 rules to what overflowed 16 bit, one after the other, until the last batch no longer overflows; return whether any was given.
 
         Not where the cause is another one, or the loss scale may still fix it.
@@ -168,13 +170,13 @@ class Recovery:
         if policy.guard.on_overflow != "demote" or is_scales or (stop is not None and not stop.is_batch_to_blame):
             return False
         edits: list[str] = []
-        found = self._diagnosis(skip, consensus)
+        found = self._diagnosis(skip)
         while found is not None and found.edit and not {*found.edit.split(", ")} <= {*known, *edits}:
             policy = Policy.parse(f"{policy}, {found.edit}")
             self.bind_policy(policy)
             edits += [edit for edit in found.edit.split(", ") if edit not in (*known, *edits)]
             _log.warning("step %d skipped; '%s' added to the policy: %s", state.step, found.edit, found.sentence)
-            found = self._diagnosis(skip, consensus)
+            found = self._diagnosis(skip)
         if not edits:
             return False
         now = self.guard.state
@@ -305,8 +307,8 @@ _SMALL_FP16 = 2.0**-18
 """A root mean square below this is suspicious: it is 64 times fp16's smallest number, and layers differ as much."""
 
 
-def check_demotion(policy: Policy, consensus: RankConsensus | None) -> None:
-    """Refuse, by a PolicyError, demotion where it could not be kept: without a guard, with weights stored in 16 bit, or on several ranks."""
+def check_demotion(policy: Policy) -> None:
+    """Refuse, by a PolicyError, demotion where it could not be kept: without a guard, or with weights stored in 16 bit."""
     if policy.guard.on_overflow != "demote":
         return
     if not policy.guard.enabled:
@@ -319,9 +321,4 @@ def check_demotion(policy: Policy, consensus: RankConsensus | None) -> None:
             f"guard.on_overflow=demote was asked for with params={dtype_name(policy.params)}, and a module that gets an "
             "fp32 rule needs fp32 weights, which were given away when the model was prepared. Write params=fp32, or "
             "guard.on_overflow=skip and the rule that the error names."
-        )
-    if consensus is not None:
-        raise PolicyError(
-            "guard.on_overflow=demote was asked for on several ranks, and each would demote what overflowed on its own "
-            "batch, so their models would differ. Write guard.on_overflow=skip, and add the rule that the error names."
         )

@@ -188,7 +188,7 @@ class Stepper(PreparedRun):
         """
         engine = self._engine
         engine.refuse_capture("amp.external_backward()")
-        engine.find_ranks()
+        engine.ranks.find()
         return engine.external_backward()
 
     def scaled(self, loss: Tensor) -> Tensor:
