@@ -14,7 +14,7 @@ import mezzo
 from mezzo.errors import DistributedError, InvariantError
 from mezzo.kernels.weights import CHUNK_NUMEL
 from mezzo.step import engine, gradients
-from mezzo.step.invariants import _has_nonfinite
+from mezzo.step.invariants import Invariants, _has_nonfinite
 
 
 def run(amp: mezzo.Stepper, fault: float = 1.0) -> mezzo.StepResult:
@@ -215,13 +215,13 @@ class TestWhen:
         found: list[int] = []
         _, amp = prepared(f"fp32, guard.check_every={every}")
         index = [0]
-        honest = engine.look
+        honest = Invariants.look
 
-        def look(*given: Any) -> Any:
+        def look(*given: Any, **named: Any) -> Any:
             found.append(index[0])
-            return honest(*given)
+            return honest(*given, **named)
 
-        monkeypatch.setattr(engine, "look", look)
+        monkeypatch.setattr(Invariants, "look", look)
         for index[0] in range(1, steps + 1):
             run(amp)
         return found

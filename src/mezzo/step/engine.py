@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from threading import RLock
 from typing import Any
 
@@ -24,13 +23,13 @@ from ..policy import Policy
 from .buffers import Buffers
 from .grad_passes import GradStats
 from .gradients import NOTHING, Gradients, OptimizerGrads
-from .invariants import ALWAYS, Invariants, look, unless_out_of_memory
+from .invariants import ALWAYS, Invariants
 from .leftovers import refuse_repeated
 from .load_hooks import LoadHooks
 from .ranks import Ranks
 from .recovery import Recovery
 from .release import Original
-from .report import ParameterNames, StateReport, make_report
+from .report import ParameterNames, StateReport, make_report, refuse_differing
 from .result import Skip, StepFlags, StepResult, check_grads
 from .strangers import refuse_stranger, warn_of_probabilities
 from .update import UNFINISHED, Clip, SteppedOptions, decides_on_device, move_scale_, update_
@@ -93,7 +92,7 @@ class Engine:
         self.refusal: Exception | None = None  # of a change that was met where a compiler traced the model
         self.num_steps = 0
         self.result: StepResult | None = None
-        self._invariants = Invariants(names, self.buffers.nonfinite_counts)
+        self._invariants = Invariants(names, self.buffers.nonfinite_counts, self.recovery.rate_to_blame)
         if policy.scaling is not None or policy.params in LOW_DTYPES:
             ask_before_steps(self)
 
@@ -249,8 +248,7 @@ class Engine:
         self.settle_buffers(flags, skipped)
         is_due = self._is_due and not self.is_captured
         has_parts = consensus is not None and consensus.has_parts
-        take_down = partial(look, grads, self.names, has_parts)
-        before = unless_out_of_memory(take_down, self.num_steps) if is_due else None
+        before = self._invariants.look(grads, self.num_steps, has_parts=has_parts) if is_due else None
         pending = self.gradients.pending
         pending.broken = UNFINISHED  # which stays where Ctrl-C comes, until the step is closed
         try:
@@ -266,9 +264,8 @@ class Engine:
         if before is not None:
             self.check()
             warn_of_replaced(self.root)
-            step = self.num_steps - 1
-            given = before, grads, result.flags(), step, self.report, self.recovery.rate_to_blame
-            unless_out_of_memory(partial(self._invariants.check, *given), step)
+            self._invariants.check(before, grads, result.flags())
+            refuse_differing(self.report())
         return result
 
     def _must_host_know(self, grads: Sequence[OptimizerGrads], flags: StepFlags[Any]) -> bool:

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +20,6 @@ from ..kernels import AUX_STATE, CHUNK, check_memory, chunks, is_dtensor, local,
 from ..loss_scale import say_hooked
 from ..optim import MOMENTS, keeps_masters
 from .gradients import OptimizerGrads
-from .report import StateReport, refuse_differing
 from .result import StepFlags
 
 T = TypeVar("T")
@@ -46,12 +46,14 @@ class Before:
     """A step as it was before it was taken: checksums, not copies, where they lie.
 
     Attributes:
+        step: its number, from 0.
         raw_square: the sum of squares of the scaled gradients of all optimizers, in fp64; None where parts of them lie on other ranks.
         rates: the learning rate of each group.
         sums: checksum of each parameter that has a gradient, and of each tensor in the optimizers' state.
         samples: the first elements of some parameters' masters, and whether their gradient is not 0.
     """
 
+    step: int
     raw_square: Tensor | None
     sums: dict[StateKey, Tensor]
     rates: list[float]
@@ -59,7 +61,7 @@ class Before:
 
 
 @torch.no_grad()
-def look(grads: Sequence[OptimizerGrads], names: Mapping[Tensor, str], has_parts: bool = False) -> Before:
+def _before(grads: Sequence[OptimizerGrads], names: Mapping[Tensor, str], step: int, has_parts: bool) -> Before:
     """Take down what a step must keep or change; an OperandError where memory of it was freed. Syncs: no, but for rates that lie on a device.
 
     With `has_parts` the ranks hold different weights, of which the norm of a step is that of all.
@@ -71,6 +73,7 @@ def look(grads: Sequence[OptimizerGrads], names: Mapping[Tensor, str], has_parts
         check_memory(names.get(p, "a parameter"), key, local(tensor), p)
     values_of = {p: values(local(p.grad)) for p in params if p.grad is not None}
     return Before(
+        step=step,
         raw_square=None if has_parts or any(is_dtensor(p) for p in params) else _sum_of_squares(values_of.values()),
         sums=_sums(grads),
         rates=_rates(grads),
@@ -96,28 +99,29 @@ def unless_out_of_memory(find: Callable[[], T], step: int) -> T | None:
 
 
 class Invariants:
-    """Compares a step with what it was before."""
+    """Compares a step with what it was before; a look that finds no memory is left out."""
 
-    def __init__(self, names: Mapping[Tensor, str], buffers: Callable[[], Mapping[str, Tensor]]) -> None:
-        self._names, self._buffers = names, buffers
+    def __init__(
+        self, names: Mapping[Tensor, str], buffers: Callable[[], Mapping[str, Tensor]], rate_to_blame: Callable[[], str]
+    ) -> None:
+        self._names, self._buffers, self._rate_to_blame = names, buffers, rate_to_blame
         self._still: dict[int, tuple[dict[StateKey, float], int]] = {}
 
-    def check(
-        self,
-        before: Before,
-        grads: Sequence[OptimizerGrads],
-        flags: StepFlags[float],
-        step: int,
-        report: Callable[[], StateReport],
-        rate_to_blame: Callable[[], str],
-    ) -> None:
-        """Look at a step that was taken or skipped; what stands equal on all ranks is the agreement's to compare.
+    def look(self, grads: Sequence[OptimizerGrads], step: int, *, has_parts: bool) -> Before | None:
+        """Take down what a step must keep or change; raises, and waits, as `_before`."""
+        return unless_out_of_memory(partial(_before, grads, self._names, step, has_parts), step)
+
+    def check(self, before: Before, grads: Sequence[OptimizerGrads], flags: StepFlags[float]) -> None:
+        """Look at a step that was taken or skipped; what stands equal on all ranks is the consensus's to compare.
 
         Raises:
             InvariantError: something is not as it must be; says what, and what to look at.
 
         Syncs: once for each device.
         """
+        unless_out_of_memory(partial(self._check, before, grads, flags), before.step)
+
+    def _check(self, before: Before, grads: Sequence[OptimizerGrads], flags: StepFlags[float]) -> None:
         stepped = [one for one, skipped in zip(grads, flags.skipped, strict=True) if not skipped]
         skipped = [one for one in grads if one not in stepped]
         now = {**_sums(skipped), **_sums(stepped, beside_weights=True)}
@@ -143,15 +147,14 @@ class Invariants:
             self._check_untouched({key for key in changed if key in old}, one)
         for one in rated:
             if norms[one.index] != 0:
-                self._check_moved(one, flags, step, old, changed)
+                self._check_moved(one, flags, before.step, old, changed)
                 self._note_lost(one, kept, wanted)
         if not flags.applied:
             _check_rates(before.rates, _rates(grads))
-        refuse_differing(report())
         # Of what is not finite, which is rare, only elements that the step has read.
         read = [key for key, has in nonfinite.items() if has and count_nonfinite(written[key], grad=key[0].grad)]
         names = [".".join(filter(None, (self._names[p], key))) for p, key in read]
-        self._check_finite([*names, *(name for name, count in buffers.items() if count)], grads, rate_to_blame)
+        self._check_finite([*names, *(name for name, count in buffers.items() if count)], grads)
 
     def _check_divisor(self, raw: float, flags: StepFlags[float]) -> None:
         if flags.gradients_bad:
@@ -215,16 +218,14 @@ class Invariants:
                 "is when found_inf is set; take another optimizer, or mezzo.optim.MasterWeights around it."
             )
 
-    def _check_finite(
-        self, bad: Sequence[str], grads: Sequence[OptimizerGrads], rate_to_blame: Callable[[], str]
-    ) -> None:
+    def _check_finite(self, bad: Sequence[str], grads: Sequence[OptimizerGrads]) -> None:
         if bad and (options := _useless_options(grads)):
             raise InvariantError(
                 f"after the step {listed(bad)} hold inf or NaN, since a group of the optimizer has {listed(options)}. Write a "
                 "finite number, and load the last good checkpoint."
             )
         if bad:
-            rate = rate_to_blame()
+            rate = self._rate_to_blame()
             raise InvariantError(
                 f"after the step {listed(bad)} hold inf or NaN. {rate and rate + ' '}Load the last good checkpoint; "
                 "mezzo.diagnose.trace(model) names the op that makes the first one."
