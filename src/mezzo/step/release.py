@@ -105,8 +105,9 @@ def _give_grad_dtypes_back(dtypes: Mapping[Tensor, torch.dtype | None]) -> None:
 
 def refuse_sharded(model: nn.Module, optimizers: Sequence[Optimizer], was: Original) -> None:
     """Raise a StepError where `fully_shard` gathers weights in 16 bit, as it goes on to do, that a release stores in fp32. Host only."""
-    has_masters = any(keeps_masters(local_optimizer(optimizer)) for optimizer in optimizers)
-    is_stored_anew = any(p.dtype in LOW_DTYPES if has_masters else p.dtype is not was.dtypes[p][0] for p in was.dtypes)
+    is_stored_anew = any(p.dtype is not dtype for p, (dtype, _) in was.dtypes.items())
+    if any(keeps_masters(local_optimizer(optimizer)) for optimizer in optimizers):  # which become the weights
+        is_stored_anew = any(p.dtype in LOW_DTYPES for p in was.dtypes)
     if is_stored_anew and sharded_modules(innermost(model)):
         raise StepError(
             "amp.release() would store 16-bit weights in fp32, and fully_shard goes on to gather them in 16 bit. Write weights = "

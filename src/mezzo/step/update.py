@@ -285,9 +285,8 @@ def update_(
     for i, one in enumerate(grads):
         if skipped is not None and skipped[i]:
             continue
-        coefficient = flags.clip_coefs[i] if flags.clip_coefs else None
-        if coefficient is None and clip.max_norm is not None:
-            coefficient = clip.coefficient(flags.norms[i] if skip == "independent" else flags.grad_norm)
+        norm = flags.norms[i] if skip == "independent" else flags.grad_norm
+        coefficient = flags.clip_coefs[i] if flags.clip_coefs else clip.coefficient(norm)
         divisor = flags.divisors[i] if flags.divisors and scale is pending.scale else None
         found_inf = flags.skipped[i] if skipped is None else None
         scaling = StepScaling(grad_scale=scale, clip_coef=coefficient, found_inf=found_inf, divisor=divisor)
