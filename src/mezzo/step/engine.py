@@ -80,7 +80,7 @@ class Engine:
         self.buffers = Buffers(self.root, restores=policy.guard.restore_buffers)
         scaling, device = policy.scaling, self.gradients.device
         self.loss_scale = LossScale(scale=1.0) if scaling is None else LossScale.start(scaling, device)
-        self.ranks = Ranks(model, self.optimizers, policy, names, load_hooks.news)
+        self.ranks = Ranks(model, self.optimizers, policy, names, load_hooks)
         self.recovery = Recovery(self.root, binding, self.gradients, self.buffers, self.loss_scale, names, self.ranks)
         self.guard = self.recovery.guard
         self.replay = self.recovery.replay

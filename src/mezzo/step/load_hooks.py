@@ -16,18 +16,19 @@ from .._torch import version
 from ..errors import CheckpointError, listed
 from ..formats import LOW_DTYPES, overflowing
 from ..optim import keeps_masters, local_optimizer, parameters
-from .ranks import News
 
 
 class LoadHooks:
     """Hooks around `load_state_dict` of a model, of a module around it and of its parts, by which masters follow.
 
-    Masters that were loaded first, with an optimizer's state, stay where they round to the 16-bit weights loaded after it. Loads, of optimizers too,
-    are noted in `news`.
+    Masters that were loaded first, with an optimizer's state, stay where they round to the 16-bit weights loaded after it.
+
+    Attributes:
+        has_loaded: whether something was loaded, into optimizers too, since the other ranks heard of it.
     """
 
     def __init__(self, model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:
-        self._optimizers, self.news = optimizers, News()
+        self._optimizers, self.has_loaded = optimizers, False
         self._loaded: tuple[nn.Module | None, dict[str, Any]] = None, {}
         self._root = weakref.ref(model)
         self._restored: dict[Tensor, int] = {}
@@ -35,7 +36,7 @@ class LoadHooks:
         own = [one for one in map(local_optimizer, optimizers) if keeps_masters(one)]
         notes = [(one, Inert(_note, weakref.ref(one), self._restored)) for one in own]
         self._on = ExitStack()
-        for one, note in (*notes, *((one, Inert(self.news.note_load)) for one in optimizers)):
+        for one, note in (*notes, *((one, Inert(_note_load, weakref.ref(self))) for one in optimizers)):
             self._on.callback(one.register_load_state_dict_post_hook(note).remove)
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.follow_parts()
@@ -84,7 +85,7 @@ class LoadHooks:
         if module is not whole:
             return
         self._loaded = None, {}
-        self.news.note_load()
+        self.has_loaded = True
         restored = {*self._restored}
         self._restored.clear()
         if self._is_off:
@@ -101,6 +102,11 @@ class LoadHooks:
                 master = owner.master(p)
                 wide = torch.where(master.to(p.dtype) == p, master, wide)
             owner.set_masters_({p: wide})
+
+
+def _note_load(hooks: weakref.ref[LoadHooks], _: object) -> None:
+    if (alive := hooks()) is not None:
+        alive.has_loaded = True
 
 
 def _note(owner: weakref.ref[Optimizer], restored: dict[Tensor, int], _: object) -> None:

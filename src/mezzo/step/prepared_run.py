@@ -143,7 +143,7 @@ class PreparedRun:
         try:
             with engine.load_hooks.paused():
                 loaded = checkpoint.load_(engine.model, engine.optimizers, complete, policy, undo)
-            engine.ranks.news.note_load()
+            engine.load_hooks.has_loaded = True
             engine.recovery.forget()
             undo.callback(engine.guard.become, engine.guard.state)
             undo.callback(engine.recovery.bind_policy, policy)

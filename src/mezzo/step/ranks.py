@@ -40,6 +40,7 @@ from ..loss_scale import LossScale
 from ..optim import MasterOptimizer, keeps_masters, local_optimizer, parameters
 from ..policy import Policy
 from ..stamp import versions_of
+from .load_hooks import LoadHooks
 
 _log = logging.getLogger("mezzo.step")
 
@@ -149,42 +150,25 @@ def copied_tensors(names: Mapping[Tensor, str], optimizers: Sequence[Optimizer],
     return {**{names[p]: p for p in copied}, **beside}
 
 
-class News:
-    """What came into a run from outside since its last step, of which the other ranks must hear; `num_loads` counts the steps before which something was loaded."""
-
-    def __init__(self) -> None:
-        self.num_loads = self._known_loads = 0
-        self._params: Mapping[Tensor, str] = {}
-        self._versions: list[int | None] = []
-
-    def note_load(self, *_: object) -> None:
-        """Take note that something was loaded, into weights, optimizers or the run. Host only."""
-        self.num_loads = self._known_loads + 1
-
-    def close(self, params: Mapping[Tensor, str]) -> None:
-        """Take parameters as a step left them for known. Host only."""
-        self._known_loads, self._params, self._versions = self.num_loads, params, versions_of(params)
-
-    def signals(self, call: tuple[str, ...], params: Sequence[Tensor], turn: int) -> Signals:
-        """Return what other ranks are told with a step: the lines of its call, and a digest of one piece, the next in each turn, of what each holds whole. Syncs: no."""
-        is_loaded, is_written = self.num_loads != self._known_loads, versions_of(self._params) != self._versions
-        signals = Signals(is_loaded=is_loaded, is_written=is_written, call=call)
-        return replace(signals, weights=digest_of_piece(params, turn)) if params else signals
-
-
 class Ranks:
     """Who takes a run's steps with this rank: found when the model is prepared, called by a wrapper, or goes backward; told of each step, and compared.
 
     Attributes:
         consensus: makes findings the same on all ranks; None on one rank, and where nothing has led to the others yet.
-        news: what they must hear of.
     """
 
     def __init__(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], policy: Policy, names: Mapping[Tensor, str], news: News
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        policy: Policy,
+        names: Mapping[Tensor, str],
+        load_hooks: LoadHooks,
     ) -> None:
         self._model, self._optimizers, self._policy, self._names = model, optimizers, policy, names
-        self.news = news
+        self._load_hooks = load_hooks
+        self._num_loads = 0  # steps before which something was loaded
+        self._versions: list[int | None] | None = None  # of the parameters, as the last step left them
         self.consensus: RankConsensus | None = None
         self._awaited: RankConsensus | None = None
         self._is_alone = False
@@ -237,9 +221,12 @@ class Ranks:
         assert consensus is not None  # as the engine has asked
         if consensus.has_parts or not consensus.every:
             consensus.signals = Signals(lacks_scale=lacks_scale)
-        else:
-            whole = [p for p in self._names if not is_dtensor(p)]
-            consensus.signals = self.news.signals(tuple(lines), whole, consensus.num_steps)
+            return
+        is_written = self._versions is not None and versions_of(self._names) != self._versions
+        signals = Signals(is_loaded=self._load_hooks.has_loaded, is_written=is_written, call=tuple(lines))
+        if whole := [p for p in self._names if not is_dtensor(p)]:  # one piece of which is told in each step
+            signals = replace(signals, weights=digest_of_piece(whole, consensus.num_steps))
+        consensus.signals = signals
 
     def compare(self, loss_scale: LossScale, stepped: Sequence[Tensor], *, has_shards: bool) -> None:
         """Compare loss scale, counters and whole weights behind a step, in those that the consensus chooses. Syncs: there."""
@@ -250,10 +237,12 @@ class Ranks:
             "the number of clean steps since the loss scale moved": loss_scale.growth_tracker,
             "the number of skipped steps in a row": loss_scale.skipped_in_a_row,
         }
+        num_loads = self._num_loads + self._load_hooks.has_loaded
         if has_shards:  # which nobody else has
-            numbers["the number of loads"] = self.news.num_loads
+            numbers["the number of loads"] = num_loads
         consensus.audit(numbers, lambda: copied_tensors(self._names, self._optimizers, consensus.group.size), stepped)
-        self.news.close(self._names)
+        self._num_loads, self._load_hooks.has_loaded = num_loads, False
+        self._versions = versions_of(self._names)
 
 
 def _moments(optimizer: Optimizer) -> Iterator[Tensor]:
