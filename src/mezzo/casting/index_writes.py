@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -33,27 +33,22 @@ def _op(called: str) -> Any:
     return getattr(getattr(torch.ops.aten, name), overload or "default")
 
 
-def _fitted(target: Tensor, source: Tensor, *, in_place: bool, sums: bool) -> tuple[Tensor, Tensor]:
-    """Return both in one dtype: the wider one, or in place the target's, where a sum loses nothing by that. Syncs: no."""
-    if target.dtype is source.dtype or target.dtype not in MIXED_DTYPES or source.dtype not in MIXED_DTYPES:
-        return target, source
+def _as_one(at: int, in_place: bool, is_sum: bool, *given: Any) -> tuple[Any, ...]:
+    """Return the arguments of an op that writes the one `at` a place into the first, both in one dtype. Syncs: no.
+
+    That is the wider one, or in place the target's, where a sum loses nothing by that.
+    """
+    target, source = given[0], given[at]
+    is_mixed = isinstance(source, Tensor) and source.dtype is not target.dtype
+    if not is_mixed or not {target.dtype, source.dtype} <= {*MIXED_DTYPES}:
+        return given
     widest = torch.promote_types(target.dtype, source.dtype)
+    sums = is_sum or given[at + 1 :] == (True,)
     if not in_place:
-        return target.to(widest), source.to(widest)
-    return target, source if sums and widest is not target.dtype else source.to(target.dtype)
-
-
-def _kernel(op: Any, at: int, *, in_place: bool, sums: bool) -> Callable[..., Any]:
-    @dynamo_skip_frame
-    def run(target: Tensor, *given: Any, **named: Any) -> Any:
-        source = given[at - 1]
-        with without_autocast():
-            if isinstance(source, Tensor) and source.dtype is not target.dtype and _is_here_to_stay():
-                accumulates = sums or given[at:] == (True,)
-                target, source = _fitted(target, source, in_place=in_place, sums=accumulates)
-            return op(target, *given[: at - 1], source, *given[at:], **named)
-
-    return run
+        target, source = target.to(widest), source.to(widest)
+    elif not sums or widest is target.dtype:
+        source = source.to(target.dtype)
+    return target, *given[1:at], source, *given[at + 1 :]
 
 
 def _weights_as_table(table: Tensor, *given: Any) -> tuple[Any, ...]:
@@ -191,15 +186,12 @@ def take_index_writes(device_type: str) -> None:
         _take_layouts()
     if (key := DISPATCH_KEYS.get(device_type)) is None:
         return
-    torchs = registered(device_type)
+    torchs, fitted = registered(device_type), dict(_FITTED)
     for written in (*_WRITES, *_SUMS):
         name, overload = written.split(".")
-        for called in (name, f"{name}_"):
-            if called not in torchs:
-                op = _op(f"{called}.{overload}")
-                run = _kernel(op, _SOURCE.get(name, 3), in_place=called.endswith("_"), sums=written in _SUMS)
-                _library.impl(op, run, key)
-    for called, fit in _FITTED.items():
+        for in_place, called in enumerate((name, f"{name}_")):
+            fitted[f"{called}.{overload}"] = partial(_as_one, _SOURCE.get(name, 3), bool(in_place), written in _SUMS)
+    for called, fit in fitted.items():
         if called.split(".")[0] not in torchs:
             op = _op(called)
             _library.impl(op, _fitting_kernel(op, fit), key)
