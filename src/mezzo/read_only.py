@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TypeVar
 
-if TYPE_CHECKING:
-    from typing_extensions import dataclass_transform
-else:
-
-    def dataclass_transform(**_: Any) -> Callable[[Any], Any]:
-        """Say nothing: what it says is for the type checker."""
-        return lambda function: function
-
+from typing_extensions import dataclass_transform  # which torch brings
 
 T = TypeVar("T")
 

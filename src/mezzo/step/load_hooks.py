@@ -33,10 +33,9 @@ class LoadHooks:
         self._root = weakref.ref(model)
         self._restored: dict[Tensor, int] = {}
         self._is_off = False
-        own = [one for one in map(local_optimizer, optimizers) if keeps_masters(one)]
-        notes = [(one, Inert(_note, weakref.ref(one), self._restored)) for one in own]
         self._on = ExitStack()
-        for one, note in (*notes, *((one, Inert(_note_load, weakref.ref(self))) for one in optimizers)):
+        for one in {*optimizers, *map(local_optimizer, optimizers)}:
+            note = Inert(_note_load, weakref.ref(self), weakref.ref(one))
             self._on.callback(one.register_load_state_dict_post_hook(note).remove)
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.follow_parts()
@@ -104,14 +103,12 @@ class LoadHooks:
             owner.set_masters_({p: wide})
 
 
-def _note_load(hooks: weakref.ref[LoadHooks], _: object) -> None:
-    if (alive := hooks()) is not None:
+def _note_load(hooks: weakref.ref[LoadHooks], owner: weakref.ref[Optimizer], _: object) -> None:
+    alive, optimizer = hooks(), owner()
+    if alive is not None and optimizer is not None:
         alive.has_loaded = True
-
-
-def _note(owner: weakref.ref[Optimizer], restored: dict[Tensor, int], _: object) -> None:
-    if (optimizer := owner()) is not None:
-        restored.update((p, version(p)) for p in parameters(optimizer))
+        if keeps_masters(optimizer):
+            alive._restored.update((p, version(p)) for p in parameters(optimizer))
 
 
 class Inert(partial[None]):
