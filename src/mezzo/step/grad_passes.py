@@ -67,22 +67,33 @@ def true_gradients(params: Sequence[Tensor], pending: AccumulationState) -> Iter
         return
     pending.broken = HALF_SHOWN  # until they are put back
     narrow = {p: p.grad for p in params if p.grad is not None and p.grad.dtype is torch.float16}
-    for p, grad in narrow.items():
-        assign_grad_(p, grad.float(), torch.float32)
-    multiply_([p.grad for p in params if p.grad is not None], scale.reciprocal())
-    shown = {p: p.grad for p in params}
-    try:
-        yield
-    finally:
-        if not sys.is_finalizing():  # a program that ends inside the block; torch aborts where a tensor is made then
+    shown: dict[Tensor, Tensor | None] | None = None
+
+    def put_back() -> None:
+        nonlocal shown
+        if (was_shown := shown) is not None:
             for p in params:
-                if p.grad is not None and p.grad is not shown[p]:  # the caller's own, which is not to be written
+                if p.grad is not None and p.grad is not was_shown[p]:  # the caller's own, which is not to be written
                     p.grad = p.grad.detach().clone()
+            shown = None  # where Ctrl-C ends what follows, dtypes are put back and the step stays broken
             multiply_([p.grad for p in params if p.grad is not None], scale)
-            for p, grad in narrow.items():
-                wide = p.grad
+        for p, grad in narrow.items():
+            if (wide := p.grad) is not grad:
                 assign_grad_(p, None if wide is None else grad.copy_(wide), torch.float16)
+        if was_shown is not None:
             pending.broken = ""
+
+    try:
+        for p, grad in narrow.items():
+            assign_grad_(p, grad.float(), torch.float32)
+        multiply_([p.grad for p in params if p.grad is not None], scale.reciprocal())
+        shown = {p: p.grad for p in params}
+        yield
+        put_back()
+    except BaseException:  # Ctrl-C may have ended that, too
+        if not sys.is_finalizing():  # a program that ends inside the block; torch aborts where a tensor is made then
+            put_back()
+        raise
 
 
 def add_up_parts_(params: Iterable[Tensor]) -> bool:

@@ -227,10 +227,13 @@ class Gradients:
             self._is_shown = True
             with true_gradients(params, pending):
                 yield _Shown({self._names[p]: p.grad for p in params if p.grad is not None})
-        finally:
+            self._is_shown = False
+            self._versions.note(self.parameters())
+        except BaseException:  # Ctrl-C may have ended that, too
             self._is_shown = False
             if not sys.is_finalizing():
                 self._versions.note(self.parameters())
+            raise
 
     def zero(self, set_to_none: bool) -> None:
         """Drop the gradients and the step in the making. Syncs: no."""
