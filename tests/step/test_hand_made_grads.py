@@ -180,3 +180,38 @@ def test_a_penalty_as_torch_writes_it_is_told_how(given: Any, words: str) -> Non
         amp.grad(model(x), x, *args, **named)
     (want,) = torch.autograd.grad(model(x), x, torch.ones(8, 1))
     assert torch.equal(amp.grad(model(x).sum(), x)[0], want)
+
+
+def by_hand(model: nn.Module, amp: mezzo.Stepper) -> None:
+    amp.backward(model(torch.ones(3, 4)).square().mean())
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= 0.1 * p.grad
+            p.grad = None
+
+
+def shown(model: nn.Module, amp: mezzo.Stepper) -> None:
+    amp.backward(model(torch.ones(3, 4)).square().mean())
+    with amp.unscaled_grads() as grads, torch.no_grad():
+        for name, p in model.named_parameters():
+            p -= 0.1 * grads[name].to(p.dtype)
+    amp.zero_grad()
+
+
+def stepped(model: nn.Module, amp: mezzo.Stepper) -> None:
+    amp.zero_grad()
+    for _ in range(4):
+        amp.backward(model(torch.ones(3, 4)).square().mean())
+    amp.step()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("update", [by_hand, shown, stepped])
+def test_updates_by_hand_with_gradients_that_carry_the_loss_scale_are_named(
+    update: Callable[..., None], policy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, amp = prepared(policy)
+    for _ in range(6):
+        update(model, amp)
+    named = "three losses went backward without amp.step(), and their gradients are multiplied by the loss scale"
+    assert caplog.text.count(named) == (update is by_hand and policy in SCALED)

@@ -19,17 +19,17 @@ from ..kernels import GradientCheck, any_dtensor, move, norm_and_finite
 from ..loss_scale import AccumulationState, Flag, GradVersions, check_loss, either, host_decides, is_bad, without
 from ..read_only import read_only
 from ..stamp import Stamp
-from .grad_passes import HALF_SHOWN, add_up_parts_, drop, measure_flush, true_gradients
+from .grad_passes import HALF_SHOWN, add_up_parts_, measure_flush, true_gradients
 from .leftovers import (
     NO_OPTIMIZER,
     Leftovers,
     Registered,
     WeightLayouts,
+    drop_all,
     forget_zeros_,
     is_stale,
     is_zero,
     nonzero,
-    refuse_no_params,
     refuse_replaced,
     why_no_gradients,
 )
@@ -155,6 +155,8 @@ class Gradients:
         pending = None if self.is_abandoned or self._are_zeroed(params) else self._pending
         if pending is None:
             pending = AccumulationState(scale, self.device, penalty_bad=self._penalty_bad)
+            if scale is not None:
+                self._leftovers.note_begun()
             if held := [p for p in params if p.grad is not None]:
                 self._leftovers.open(pending, held, self._versions.stamps)
             self._pending, self._penalty_bad = pending, False
@@ -223,6 +225,7 @@ class Gradients:
         params = [p for p in self.parameters() if not is_stale(pending, p)]
         seen = self._are_bad([p.grad for p in params if p.grad is not None])
         pending.gradients_bad = either(seen, pending.gradients_bad)
+        self._leftovers.num_unstepped = 3  # of which nothing is said any more
         try:
             self._is_shown = True
             with true_gradients(params, pending):
@@ -238,12 +241,7 @@ class Gradients:
     def zero(self, set_to_none: bool) -> None:
         """Drop the gradients and the step in the making. Syncs: no."""
         self._refuse_while_shown("zero_grad()")
-        try:
-            for optimizer in self.optimizers:
-                drop(optimizer, set_to_none)
-        except (AttributeError, TypeError):
-            refuse_no_params(self.optimizers)
-            raise
+        drop_all(self.optimizers, set_to_none)
         if any([p.grad is not None for p in self._others]):
             self._model.zero_grad(set_to_none)
         last, self._pending = self._pending or self._closed, None  # what `grad` found stays for a penalty
@@ -342,6 +340,7 @@ class Gradients:
         """End the step, that of the optimizers which `stepped`: what gradients are left are spent. Syncs: no."""
         if self._pending is not None:
             self._closed, self._pending = self._pending, None
+            self._leftovers.num_unstepped = 3  # of which nothing is said any more
         if stepped and self._closed and (len(stepped) < len(self.optimizers) or self._leftovers.is_part):
             self._leftovers.close(stepped, self._closed)
         self._versions.close(self.parameters())

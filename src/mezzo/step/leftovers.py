@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +20,9 @@ from ..kernels import move
 from ..loss_scale import AccumulationState, host_decides
 from ..optim import parameters, wrapped_optimizer
 from ..stamp import Stamp
-from .grad_passes import has_own_zero_grad, multiply_
+from .grad_passes import drop, has_own_zero_grad, multiply_
+
+_log = logging.getLogger("mezzo.step")
 
 NO_OPTIMIZER = (
     "was called on a model prepared without an optimizer, for inference. Write mezzo.prepare(model, optimizer, policy), or, "
@@ -35,6 +38,7 @@ class Leftovers:
     of an optimizer that its gradients must be whole.
 
     Attributes:
+        num_unstepped: losses under a loss scale that went backward before the first step; 3 from there on, or where true gradients were shown.
         pending: the step of that loss, which goes on where each optimizer skips by itself.
         is_part: whether the last step was that of some optimizers and not of all.
         spent_by: the optimizers that ended the step of a loss for others too, in words; empty where there are none.
@@ -42,7 +46,17 @@ class Leftovers:
 
     def __init__(self, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]) -> None:
         self._optimizers, self._names = optimizers, names
+        self.num_unstepped = 0
         self.forget()
+
+    def note_begun(self) -> None:
+        """Say in the log, once, that losses go backward under a loss scale and nothing is stepped. Host only."""
+        self.num_unstepped += 1
+        if self.num_unstepped == 3:
+            _log.warning(
+                "three losses went backward without amp.step(), and their gradients are multiplied by the loss scale: an update by hand takes steps that are too "
+                "large by it. Write amp.step(); for updates by hand amp.grad(loss, list(model.parameters())), or read .grad inside `with amp.unscaled_grads():`."
+            )
 
     def forget(self) -> None:
         """Take note that every gradient was dropped."""
@@ -179,6 +193,16 @@ def refuse_no_params(optimizers: Iterable[Optimizer]) -> None:
                 "and must be a list of parameters. Write group['params'] = list(module.parameters()), or "
                 "optimizer.add_param_group({'params': [...]})."
             )
+
+
+def drop_all(optimizers: Iterable[Optimizer], set_to_none: bool) -> None:
+    """Drop the gradients of optimizers; a StepError where a group holds something else than parameters. Writes: gradients."""
+    try:
+        for optimizer in optimizers:
+            drop(optimizer, set_to_none)
+    except (AttributeError, TypeError):
+        refuse_no_params(optimizers)
+        raise
 
 
 def refuse_repeated(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
