@@ -12,11 +12,12 @@ import pytest
 import torch
 from tests.optim.streams import equal, feed, gradients, parameters, snapshot
 from tests.saved import through_a_file
+from tests.step.test_interrupted import interrupted
 from torch import Tensor
 
 from mezzo.errors import ConfigError
 from mezzo.formats import format_of
-from mezzo.optim import SGD, AdamW
+from mezzo.optim import SGD, AdamW, MasterWeights
 
 MODES = [
     ("split", torch.bfloat16), ("fp32", torch.bfloat16), ("fp32", torch.float16), ("kahan", torch.float16),
@@ -233,3 +234,37 @@ def test_a_parameter_is_found_in_its_group_without_a_walk_over_all_and_wherever_
         optimizer.aux_state(gone)
     optimizer.param_groups[1] = {**second, "master": "fp32"}
     assert optimizer.aux_state(params[7])[0] == "fp32"
+
+
+@pytest.mark.parametrize("mode", ["split", "fp32", "kahan", "stochastic"])
+def test_a_load_into_masters_that_ctrl_c_ends_leaves_them_as_they_were_or_takes_all(mode: Any) -> None:
+    """Its own load_state_dict, which nothing around takes back: the optimizer goes on as if it had not been called, or had ended."""
+
+    def made(steps: int) -> tuple[MasterWeights, list[torch.nn.Parameter]]:
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(3).bfloat16()), torch.nn.Parameter(torch.randn(3))]
+        optimizer = MasterWeights(torch.optim.RMSprop(params, lr=0.1), mode)
+        for _ in range(steps):
+            take(optimizer, params)
+        return optimizer, params
+
+    def take(optimizer: MasterWeights, params: list[torch.nn.Parameter]) -> None:
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+
+    saved, (twin, theirs), (loaded, others), at = made(1)[0].state_dict(), made(4), made(3), 0
+    loaded.load_state_dict(saved)
+    take(loaded, others)
+    ends = [
+        (str(one.state_dict()), str([one.master(p) for p in params]))
+        for one, params in ((twin, theirs), (loaded, others))
+    ]
+    while True:
+        optimizer, params = made(3)
+        if not interrupted(lambda: optimizer.load_state_dict(saved), at):  # noqa: B023  # called at once
+            break
+        take(optimizer, params)
+        assert (str(optimizer.state_dict()), str([optimizer.master(p) for p in params])) in ends, at
+        at += 3
+    assert at > 100

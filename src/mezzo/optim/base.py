@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from .._torch import global_post_hooks, global_pre_hooks, local_tensor, profiled_step, profiler_enabled, step_hooks
 from ..errors import OperandError
-from ..formats import describe
+from ..formats import describe, dtype_name
 from ..kernels import (
     AUX_STATE,
     PLAIN,
@@ -29,11 +30,12 @@ from ..kernels import (
     store_master,
 )
 from ..kernels.operands import operands
-from ..loss_scale import ask_watchers, num_watchers
+from ..loss_scale import ask_watchers, num_watchers, parameters
 from .checks import can_be_kept, check_bools, check_closure, check_dense, check_masters, check_options, taking_params
-from .optimizer_state import OWN_OPTIONS, KeepsMasters, mode_of, moment_dtype
+from .optimizer_state import OWN_OPTIONS, HasMasters, KeepsMasters, mode_of, mode_of_state, moment_dtype
 from .param_batches import Active, GroupStep, ParamBatch, aligned, batches_of
 
+_log = logging.getLogger("mezzo.optim")
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 
@@ -66,6 +68,18 @@ def is_hooked(optimizer: torch.optim.Optimizer) -> bool:
         return True
     is_its_own = bool(pre) and num_watchers() < 2  # the one that is asked is who steps it
     return any([not (is_its_own and hook is ask_watchers) for hook in global_pre_hooks.values()])
+
+
+def say_dropped(optimizer: HasMasters, before: Mapping[Tensor, torch.Size]) -> None:
+    """Say in the log which of the parameters that kept something of a shape `before` the last step have it no more: somebody emptied the state. Host only."""
+    held = {*parameters(optimizer)}
+    lost = [p for p, shape in before.items() if p in held and p.shape == shape and optimizer.aux_state(p)[1] is None]
+    if lost:
+        _log.warning(
+            "the state of %s was emptied since its last step, and with it the masters of %d weights, which begin anew at their %s values. To have moments "
+            "alone begin anew, write masters = {p: optimizer.master(p).clone() for p in optimizer.state}, optimizer.state.clear(), "
+            "and optimizer.set_masters_(masters)", type(optimizer).__name__, len(lost), dtype_name(lost[0].dtype),
+        )  # fmt: skip
 
 
 class KeptBatches:
@@ -140,7 +154,7 @@ class MasterOptimizer(KeepsMasters):
     def _forget(self) -> None:
         self._kept_batches: dict[int, KeptBatches] = {}
         self._options: dict[int, tuple[list[Any], tuple[Any, ...]]] = {}
-        self._entries: list[dict[str, Any]] = []
+        self._entries: dict[Tensor, dict[str, Any]] = {}
         self._group_indices = {}
         self.set_at = {}
 
@@ -228,10 +242,10 @@ class MasterOptimizer(KeepsMasters):
         steps = self._group_steps(is_compiling)
         if is_compiling:
             return [(step, self._made(step, self._checked(step))) for step in steps]
-        entries = list(self.state.values())
-        if len(entries) != len(self._entries) or not all(map(is_, entries, self._entries)):
+        if len(self.state) != len(self._entries) or not all(map(is_, self.state.values(), self._entries.values())):
             # The state of a parameter is another object than in the last step.
-            self._kept_batches, self._entries = {}, entries
+            say_dropped(self, {p: e[AUX_STATE[m]].shape for p, e in self._entries.items() if (m := mode_of_state(e))})
+            self._kept_batches, self._entries = {}, dict(self.state)
         known = self._kept_batches
         kept = {k: known[k] for k, step in enumerate(steps) if k in known and known[k].fits(step)}
         stale = {number: self._checked(step) for number, step in enumerate(steps) if number not in kept}
@@ -239,6 +253,7 @@ class MasterOptimizer(KeepsMasters):
             kept[number] = KeptBatches(self._made(steps[number], active), steps[number], active)
         if stale:
             check_apart([batch.layout for one in kept.values() for batch in one.batches if batch.layout is not None])
+            self._entries = dict(self.state)
         self._kept_batches = kept
         return [(step, kept[number].batches) for number, step in enumerate(steps)]
 

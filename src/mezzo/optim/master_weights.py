@@ -19,7 +19,7 @@ from ..formats import describe, is_one_of
 from ..kernels import AUX_STATE, ScaledGradients
 from ..loss_scale import StepScaling, assign_grad_, handing, parameters
 from ..policy import Master
-from .base import MasterOptimizer
+from .base import MasterOptimizer, say_dropped
 from .checks import HOW, check_closure, check_seed, taking_params
 from .master_store import Masters, Mode
 from .optimizer_state import OWN_OPTIONS, HasMasters, and_inside, check_shapes, keep_masters, take_masters_
@@ -85,12 +85,14 @@ class MasterWeights(HasMasters):
 
     inner: torch.optim.Optimizer
     masters: Masters
+    _aux: dict[Tensor, torch.Size]
+    """The shape of what the steps since state was loaded left beside each weight."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {"inner": self.inner, "masters": self.masters}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _stepping=False, set_at={})
+        self.__dict__.update(state, _stepping=False, set_at={}, _aux={})
         # The base class's __init__ would build groups of its own; its __setstate__ gives hooks without them.
         super().__setstate__({})
         self._guard = self.inner.register_step_pre_hook(self._refuse_a_step_alone)
@@ -136,6 +138,7 @@ class MasterWeights(HasMasters):
 
     def drop_masters(self) -> None:
         """Give moments to the parameters themselves, which are fp32 again. Writes: the inner optimizer's state."""
+        self._aux = {}
         for p in self._indices():
             self._take_aux(p)
 
@@ -227,23 +230,26 @@ class MasterWeights(HasMasters):
             self.masters.fp32_param(p)
         rest = {i: e for i, e in rest.items() if e or not isinstance(i, int)}
         hooked = self.inner.register_load_state_dict_post_hook  # those of others see the model's parameters
-        with ExitStack() as inside, hooked(lambda _: inside.close(), prepend=True):
-            inside.enter_context(self._masters_inside())
-            kept_own = {k: v for k, v in vars(self.inner).items() if k in ("state", "param_groups")}
-            try:
+        kept_own = {k: v for k, v in vars(self.inner).items() if k in ("state", "param_groups")}
+        seed, count = self.masters.seed, self.masters.count
+        try:
+            with ExitStack() as inside, hooked(lambda _: inside.close(), prepend=True):
+                inside.enter_context(self._masters_inside())
                 type(self.inner).load_state_dict(self.inner, {**state_dict, "state": rest, "param_groups": groups})
-            except Exception as error:  # torch has put both in place when it looks into them
-                vars(self.inner).update(kept_own)
-                if is_out_of_memory(error):
-                    raise
-                what = f"is refused by {type(self.inner).__name__}: {first_line(error)}"
-                refuse(f"state of {type(self).__name__}", what)
-        self._rekey({fp32_param: p for p, fp32_param in self.masters.fp32_params.items()})
-        self.masters.seed = saved_groups[0].get("rounding_seed", self.masters.seed)
-        for p in [p for p in params if self.masters.mode == "stochastic" and "rounding_step" in params[p]]:
-            self.masters.count = params[p]["rounding_step"].to(p.device).clone()
+            self._rekey({fp32_param: p for p, fp32_param in self.masters.fp32_params.items()})
+            self.masters.seed = saved_groups[0].get("rounding_seed", seed)
+            for p in [p for p in params if self.masters.mode == "stochastic" and "rounding_step" in params[p]]:
+                self.masters.count = params[p]["rounding_step"].to(p.device).clone()
+            take_masters_(self, params)
+            self._aux = {}
+        except BaseException as error:  # torch has put both in place when it looks into them
+            vars(self.inner).update(kept_own)
+            self.masters.seed, self.masters.count = seed, count
+            if not isinstance(error, Exception) or is_out_of_memory(error):
+                raise
+            what = f"is refused by {type(self.inner).__name__}: {first_line(error)}"
+            refuse(f"state of {type(self).__name__}", what)
         has_moments = any(group.get("momentum", 1.0) != 0 for group in saved_groups)  # plain SGD has none
-        take_masters_(self, params)
         return bool(params) and has_moments and not any(isinstance(index, int) for index in rest)
 
     def _indices(self) -> dict[Tensor, int]:
@@ -298,6 +304,9 @@ class MasterWeights(HasMasters):
         self, params: list[Tensor], found: Tensor | None, closure: Callable[[], float] | None
     ) -> float | None:
         """Swap masters with true gradients in, and step the inner optimizer; afterwards the model gets their weights."""
+        if not self._aux.keys() <= self.state.keys():
+            say_dropped(self, self._aux)
+            self._aux = {}
         fp32_params = {p: self.masters.fp32_param(p) for p in params if self.masters.mode_of(p) != "none"}
         step = _MasterStep(params, self._indices(), fp32_params, torch.is_grad_enabled())
         skip = None if found is None else found.reshape(()) != 0
@@ -318,6 +327,7 @@ class MasterWeights(HasMasters):
                 loss: float | None = self.inner.step(*evaluate)
             self._write_weights(step, skip)
             self._put_back(step)
+            self._aux.update((p, held.shape) for p, held in step.aux.items() if held is not None)
         except BaseException:  # Ctrl-C may have ended putting back, too
             self._put_back(step)
             raise
