@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import permutations
 
 import pytest
 import torch
+from tests.step.test_interrupted import SRC, reached
 
 from mezzo.casting import autocast
 from mezzo.errors import RegionError
@@ -111,3 +114,31 @@ def test_an_interrupt_that_has_taken_the_mode_off_stays_one() -> None:
         torch.overrides._pop_mode()
         raise KeyboardInterrupt
     assert state() == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("outer", [None, "bf16", "mode"])
+def test_ctrl_c_on_the_way_in_or_out_leaves_the_state_of_before(kind: str, outer: str | None) -> None:
+    """At the start of any line. Python has some in `__exit__` before anything could be done: what comes there leaves the region to be left."""
+    region, places = autocast("cpu", **KINDS[kind]), list[str]()
+
+    def enter_and_leave() -> None:
+        with region:
+            pass
+
+    def interrupt() -> None:
+        places.append(sys._getframe(2).f_code.co_name)
+        raise KeyboardInterrupt
+
+    with nullcontext() if outer is None else autocast("cpu", **KINDS[outer]):
+        before, at = state(), 0
+        while True:
+            try:
+                reached(enter_and_leave, at, SRC, interrupt)
+                break
+            except KeyboardInterrupt:
+                if places[-1] in ("__exit__", "_pop") and state() != before:
+                    region.__exit__(None, None, None)
+                assert state() == before, (at, places[-1])
+                at += 1
+    assert at > 20 and len({*places}) > 5

@@ -162,34 +162,39 @@ class autocast(UnmanagedAutocast):  # the name torch gives it
     @dynamo_skip_frame
     def __enter__(self) -> autocast:
         plan = self._plan
-        mode, is_compiling = _new_mode(plan), torch.compiler.is_compiling()
-        if is_compiling:
-            frame = _Frame(_saved(plan), mode, cache_enabled=torch.is_autocast_cache_enabled())
-        else:
-            frame = self._tracked_frame(mode)
-        if is_compiling or num_function_modes():  # an exporter is a mode
-            frame.recorder = record_entry(plan.recorded)
+        mode = _new_mode(plan)
+        if not torch.compiler.is_compiling():
+            return self._enter_eagerly(mode)
+        frame = _Frame(_saved(plan), mode, cache_enabled=torch.is_autocast_cache_enabled())
+        frame.recorder = record_entry(plan.recorded)
         for device_type, dtype, enabled in plan.switches:
-            if is_compiling:
-                enter_switch(device_type, enabled, dtype, False)  # nothing would empty torch's cache behind a graph
-                continue
-            torch.set_autocast_enabled(device_type, enabled)
-            torch.set_autocast_dtype(device_type, dtype)
+            enter_switch(device_type, enabled, dtype, False)  # nothing would empty torch's cache behind a graph
         if mode is not None:
             mode.__enter__()  # type: ignore[no-untyped-call]  # torch's own
-        if is_compiling:
-            self._traced.append(frame)
+        self._traced.append(frame)
         return self
 
-    def _tracked_frame(self, mode: CastMode | None) -> _Frame:
+    def _enter_eagerly(self, mode: CastMode | None) -> autocast:
         outer = _innermost_mode()
         frame = _Frame(_saved(self._plan), mode, self, torch.is_autocast_cache_enabled(), outer)
-        frame.nesting = torch.autocast_increment_nesting()
-        torch.set_autocast_cache_enabled(False)
-        if outer is not None:
-            frame.outer_suspended, outer.suspended = outer.suspended, True
-        _here.frames.append(frame)
-        return frame
+        frame.outer_suspended = outer is not None and outer.suspended
+        try:
+            frame.nesting = torch.autocast_increment_nesting()
+            _here.frames.append(frame)
+            torch.set_autocast_cache_enabled(False)
+            if outer is not None:
+                outer.suspended = True
+            if num_function_modes():  # an exporter is a mode
+                frame.recorder = record_entry(self._plan.recorded)
+            for device_type, dtype, enabled in self._plan.switches:
+                torch.set_autocast_enabled(device_type, enabled)
+                torch.set_autocast_dtype(device_type, dtype)
+            if mode is not None:
+                mode.__enter__()  # type: ignore[no-untyped-call]  # torch's own
+            return self
+        except BaseException:  # Ctrl-C
+            _leave_after_interrupt(frame)
+            raise
 
     @dynamo_skip_frame
     def __exit__(
@@ -199,8 +204,12 @@ class autocast(UnmanagedAutocast):  # the name torch gives it
             _restore(self._traced.pop(), is_compiling=True)
             return
         frame = self._pop()
-        is_innermost = _is_innermost(frame)
-        _leave(frame)
+        try:
+            is_innermost = _is_innermost(frame)
+            _leave(frame)
+        except BaseException:  # Ctrl-C
+            _leave_after_interrupt(frame)
+            raise
         if error is None and not is_innermost:
             raise RegionError(
                 "regions were left in another order than they were entered, so which dtype held is undecided. "
@@ -291,16 +300,26 @@ def _leave(frame: _Frame) -> None:
     """Put back what was in force when a region was entered, or have the region inside it do that when it is left."""
     frames = _here.frames
     index = frames.index(frame)
+    if inside := frames[index + 1 :]:
+        _hand_over(frame, inside)
+    else:
+        _restore(frame)
+        if frame.outer is not None:
+            frame.outer.suspended = frame.outer_suspended
+        if frame.nesting == 1:
+            torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(frame.cache_enabled)
     del frames[index]
-    if index < len(frames):
-        _hand_over(frame, frames[index:])
-        return
-    _restore(frame)
-    if frame.outer is not None:
-        frame.outer.suspended = frame.outer_suspended
-    if frame.nesting == 1:
-        torch.clear_autocast_cache()
-    torch.set_autocast_cache_enabled(frame.cache_enabled)
+
+
+def _leave_after_interrupt(frame: _Frame) -> None:
+    """Leave a region that Ctrl-C ended on the way in or out, whatever of it was done."""
+    if frame.nesting and torch.autocast_increment_nesting() > frame.nesting:  # it counts still
+        torch.autocast_decrement_nesting()
+    if frame.nesting:
+        torch.autocast_decrement_nesting()
+    if frame in _here.frames:
+        _leave(frame)
 
 
 def _hand_over(frame: _Frame, inside: Sequence[_Frame]) -> None:
