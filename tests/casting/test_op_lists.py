@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -276,3 +277,22 @@ def test_products_of_experts_take_a_rule_by_either_name(name: str, rule: str, dt
     with mezzo.autocast("cpu", policy=policy):
         assert F.grouped_mm(x, w, offs=ends).dtype is dtype
     assert str(policy.why(None, "grouped_mm").winner.text) == f"op:{name}={rule}"
+
+
+POOLS = ("max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d")
+RULES = ("fp32", "low", "fp32_low_out")
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [pair for pair in product(POOLS, RULES) if pair != ("max_pool3d", "fp32")],  # torch's table has it
+)
+def test_a_rule_for_max_pooling_holds_with_indices_too(name: str, rule: str) -> None:
+    x = torch.randn(2, 3, *[4] * int(name[-2]), generator=torch.Generator().manual_seed(0))
+    given = x.bfloat16() if rule == "fp32" else x
+    with mezzo.autocast("cpu", policy=f"bf16, modules=none, op:{name}={rule}"):
+        alone = getattr(F, name)(given, 2)
+        out, indices = getattr(F, name)(given, 2, return_indices=True)
+    assert out.dtype is alone.dtype is (torch.float32 if rule == "fp32" else torch.bfloat16)
+    want, places = getattr(F, name)(given.to(out.dtype if rule == "low" else torch.float32), 2, return_indices=True)
+    assert torch.equal(out, want.to(out.dtype)) and torch.equal(indices, places)

@@ -100,9 +100,10 @@ def rows_by_callable(ops: OpRules, device_type: str) -> dict[AnyCallable, OpRow]
     for op, rule in ops.edits:
         name = ALIASES.get(op, op)
         instead = "another op, or another rule for it"
-        rows[name] = OpRow(op=name, rule=rule, reason="edited in the policy", instead=instead)
-    names = callables_by_name()
-    return {f: row for name, row in rows.items() for f in names.get(name, ()) if f not in _DRAWING}
+        for one in (name, f"{name}_with_indices"):  # which max pooling calls for return_indices=True
+            rows[one] = OpRow(op=one, rule=rule, reason="edited in the policy", instead=instead)
+    names, drawing = callables_by_name(), (*_DRAWING, *_DRAWING.values())
+    return {f: row for name, row in rows.items() for f in names.get(name, ()) if f not in drawing}
 
 
 @dataclass(frozen=True, slots=True)
