@@ -39,7 +39,7 @@ class Policy(PolicyFields):
             later.
         state: dtype of optimizer moments.
         output: dtype of what leaves the model, or a module of it that is called by itself; None leaves it.
-        loss: dtype the loss must have when it reaches backward.
+        loss: dtype the loss must have when it reaches backward; fp16 has a loss scale that moves begin at 32768 at most.
         ops: op table and edits; a table's name is accepted for short.
         modules: ordered module rules; a later rule wins.
         scaling: how the loss scale moves; None: no loss scaling.
