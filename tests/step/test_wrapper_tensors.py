@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map
 
 import mezzo
 from mezzo.errors import OperandError
+from mezzo.kernels.dtensor import as_plain
 from mezzo.kernels.operands import addresses_of
 
 
@@ -62,3 +63,33 @@ def test_its_address_is_never_given_to_a_kernel() -> None:
     with pytest.raises(OperandError, match="without memory of its own"):
         addresses_of([Wrapper(torch.ones(3))])
     assert len(addresses_of([torch.ones(0)])) == 1
+
+
+class One(Tensor):
+    """Of a class that torch has no ops for together with the other."""
+
+
+class Other(Tensor):
+    """As above."""
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16-master", "fp16, scaling=16", "fp16-master, scaling=16"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop])
+def test_gradients_of_unrelated_classes_are_stepped_as_plain_ones(kind: Any, policy: str) -> None:
+    def trained(*classes: type[Tensor]) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        amp = mezzo.prepare(model, kind(model.parameters(), lr=0.01, foreach=False), policy)
+        for p, own in zip(model.parameters(), [*classes] * 2, strict=True):
+            p.register_post_accumulate_grad_hook(lambda p, own=own: setattr(p, "grad", p.grad.as_subclass(own)))  # type: ignore[misc]
+        for _ in range(4):
+            amp.zero_grad()
+            amp.backward(model(torch.ones(3, 4)).float().square().mean())
+            assert amp.step(max_norm=1.0)
+        return amp.export_weights()
+
+    torch.testing.assert_close(trained(One, Other), trained(Tensor, Tensor), rtol=0, atol=0)
+
+
+def test_a_plain_copy_is_plain() -> None:
+    assert type(as_plain(torch.ones(2).as_subclass(One))) is Tensor

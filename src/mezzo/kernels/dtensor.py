@@ -51,7 +51,8 @@ def as_plain(tensor: Tensor) -> Tensor:
     if type(tensor) in PLAIN or tensor.layout is not torch.strided:
         return tensor
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    return copy.copy_(tensor.detach())
+    copy.copy_(tensor.detach())  # returns one of their class
+    return copy
 
 
 def local_tensors(tensors: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -170,11 +170,11 @@ def clamp_(grads: Iterable[Tensor], clip_value: float, scale: Tensor | None) -> 
 @torch.no_grad()
 def multiply_(grads: Iterable[Tensor], factor: Tensor) -> None:
     """Multiply gradients of any layouts and devices by one number. Writes: `grads`. Syncs: no."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    kinds: dict[tuple[torch.device, torch.dtype, type], list[Tensor]] = {}
     for grad in _distinct(grads):
         values = real_values(grad)
-        kinds.setdefault((values.device, values.dtype), []).append(values)
-    for (device, dtype), parts in kinds.items():
+        kinds.setdefault((values.device, values.dtype, type(values)), []).append(values)
+    for (device, dtype, _), parts in kinds.items():
         foreach_mul_(parts, factor_for(factor, device, dtype))
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .._torch import without_function_modes
 from ..distributed import checksum
 from ..errors import InvariantError, first_line, is_out_of_memory, listed
 from ..formats import widest
@@ -89,7 +90,8 @@ def _before(grads: Sequence[OptimizerGrads], names: Mapping[Tensor, str], step: 
 def unless_out_of_memory(find: Callable[[], T], step: int) -> T | None:
     """Return what a look at a step finds; None where memory runs out, which is said and costs no step."""
     try:
-        return find()
+        with without_function_modes():  # nor classes of tensors, of which torch stacks no two
+            return find()
     except Exception as error:
         if not is_out_of_memory(error):
             raise
