@@ -53,6 +53,7 @@ def test_a_word(use: Callable[[], object], word: str) -> None:
         ("DebugUnderflowOverflow", "mezzo doctor"), ("NanDetector", "mezzo doctor"), ("check_numerics", "mezzo doctor"),
         ("enable_operator_stats_collection", "mezzo.diagnose.explain"), ("DTypePolicy", "mezzo.prepare"), ("cast_model", "mezzo.prepare"),
         ("network_to_half", "mezzo.prepare"), ("prep_param_lists", "mezzo.prepare"), ("get_policy", "mezzo.prepare"), ("setup", "amp.backward"),
+        ("all_finite", "result.applied"), ("Float16Module", "mezzo.prepare"), ("DelayedScaling", "torchao"),
     ],
 )  # fmt: skip
 def test_a_name_of_another_library(name: str, word: str) -> None:
@@ -61,6 +62,17 @@ def test_a_name_of_another_library(name: str, word: str) -> None:
     with pytest.raises(ImportError, match=word):
         exec(f"from mezzo import {name}")
     assert not hasattr(mezzo, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [("FusedAdam", "keep the optimizer of torch"), ("Lion", "keep the optimizer"), ("AdamW8bit", "keep the optimizer"), ("AdmW", "Did you mean 'AdamW'"), ("clip_grad_norm_", r"amp.step\(max_norm")],
+)  # fmt: skip
+def test_an_optimizer_of_another_library(name: str, word: str) -> None:
+    with pytest.raises(AttributeError, match=f"module 'mezzo.optim' has no attribute '{name}'.*{word}"):
+        getattr(mezzo.optim, name)
+    with pytest.raises(ImportError, match=word):
+        exec(f"from mezzo.optim import {name}")
 
 
 def test_programs_of_torch_amp_change_their_import_alone() -> None:
@@ -97,6 +109,7 @@ def test_a_policy_that_is_none_here(name: str, word: str) -> None:
         ("master_grad=true", "grads=fp32"), ("custom_white_list=softmax", "op:softmax=low"), ("custom_black_list=softmax", "op:softmax=fp32"),
         ("excluded_layers=head", "module:head=fp32"), ("full_precision_layers=head", "module:head=fp32"), ("allow_tf32=true", "set_float32_matmul_precision"),
         ("kahan_sum=true", "master=kahan"), ("stochastic_rounding=true", "master=stochastic"),
+        ("initial_loss_scale=1024", "scaling=1024"), ("init_loss_scaling=1024", "scaling=1024"), ("loss_scale_window=100", "scaling.growth_interval"),
     ],
 )  # fmt: skip
 def test_an_edit_of_another_library(edit: str, word: str) -> None:
@@ -120,3 +133,9 @@ def test_a_stepper_is_made_by_prepare() -> None:
         with pytest.raises(mezzo.errors.StepTypeError, match=r"write amp = mezzo\.prepare\(model, optimizer, policy\)"):
             mezzo.Stepper(*given)  # type: ignore[arg-type]
     assert type(model) is nn.Linear
+
+
+def test_an_option_of_another_librarys_loss_scale() -> None:
+    with pytest.raises(mezzo.errors.PolicyError, match=r"'loss_scale_window': write scaling\.growth_interval=2000"):
+        mezzo.Policy.parse("fp16, scaling.loss_scale_window=1000")
+    assert not mezzo.Policy.parse("fp16, guard.enabled=false").guard.enabled  # which is a key elsewhere, too

@@ -286,3 +286,31 @@ def test_fields_are_given_by_name(kind: Any, given: tuple[Any, ...], fields: dic
         kind(*given, **fields)
     assert str(error.value).startswith(f"{kind.__name__} {said}")
     assert [*inspect.signature(kind).parameters] == [*kind.__dataclass_fields__]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [({}, r"ModuleRule lacks pattern=\.\.\. and precision=\.\.\., and needs pattern, precision\."),
+     ({"pattern": "head"}, r"ModuleRule lacks precision=\.\.\., and needs pattern, precision\.")],
+)  # fmt: skip
+def test_fields_that_are_missing_are_named(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(PolicyError, match=said):
+        ModuleRule(**fields)
+
+
+@pytest.mark.parametrize(
+    "text", ["fp16, loss=fp16", "fp16-master, loss=fp16", "fp16, scaling.init_scale=1e6, loss=fp16"]
+)
+def test_a_loss_scale_begins_where_a_loss_in_fp16_holds_it(text: str) -> None:
+    policy = Policy.parse(text)
+    assert policy.scaling is not None and policy.scaling.init_scale == 32768
+    assert Policy.parse(str(policy)) == policy and Policy.from_dict(policy.to_dict()) == policy
+
+
+@pytest.mark.parametrize(
+    ("text", "scale"),
+    [("fp16, loss=fp16, scaling=65536", 65536), ("fp16, loss=fp16, scaling.init_scale=40000", 40000), ("fp16", 65536), ("fp16, loss=bf16", 65536)],
+)  # fmt: skip
+def test_any_other_loss_scale_begins_where_it_is_told(text: str, scale: float) -> None:
+    policy = Policy.parse(text)
+    assert policy.scaling is not None and policy.scaling.init_scale == scale

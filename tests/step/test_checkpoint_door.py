@@ -258,3 +258,16 @@ def test_masters_of_a_part_that_was_added_follow_its_own_load(policy: str) -> No
     assert amp.optimizers[0].master(part.weight)[0, 0] == pytest.approx(3.001)
     amp.release()
     assert not part._load_state_dict_pre_hooks and not part._load_state_dict_post_hooks
+
+
+def test_the_state_of_a_scaler_alone_is_told_where_it_goes() -> None:
+    model = Net()
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), "fp16")
+    saved = torch.amp.GradScaler("cpu", init_scale=1024.0).state_dict()
+    with pytest.raises(
+        CheckpointError, match=r"Write a GradScaler's beside weights: \{'model': .*'scaler': scaler_state\}"
+    ):
+        amp.load_state_dict(saved)
+    plain = {"model": model.state_dict(), "optimizer": amp.optimizers[0].state_dict(), "scaler": saved}
+    amp.load_state_dict(plain)
+    assert amp.scale == 1024

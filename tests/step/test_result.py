@@ -15,6 +15,7 @@ from tests.step.step_models import wait_for_nothing
 from torch import nn
 
 import mezzo
+from mezzo.errors import StepAttributeError, StepTypeError
 from mezzo.loss_scale import AccumulationState
 from mezzo.step.gradients import OptimizerGrads, grads_of
 from mezzo.step.result import Skip, StepFlags, check_grads
@@ -187,3 +188,29 @@ def test_a_word_that_a_result_lacks_is_answered(name: str, said: str) -> None:
     with pytest.raises(AttributeError, match=f"the result of a step has no '{name}'. .*{re.escape(said)}"):
         getattr(result, name)
     assert not hasattr(result, name) and repr(copy.deepcopy(result)) == repr(result)
+
+
+@pytest.mark.parametrize("use", [float, lambda one: 0.0 + one, lambda one: one + 1, lambda one: one / 2, math.isnan])
+def test_a_result_that_is_taken_for_a_loss_says_where_the_loss_is(use: Any) -> None:
+    model = nn.Linear(2, 1)
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16")
+    amp.backward(model(torch.ones(1, 2)).sum())
+    result = amp.step()
+    with pytest.raises(StepTypeError, match=r"is no number\. A step keeps no loss: its loss is what amp\.backward was"):
+        use(result)
+    assert f"{result}".startswith("StepResult(applied") and result
+
+
+def test_what_prepare_made_is_not_assigned_and_not_called() -> None:
+    model = nn.Linear(2, 1)
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16")
+    for name in ("optimizers", "model", "policy", "scale"):
+        with pytest.raises(StepAttributeError, match=rf"amp\.{name} was assigned, and stays .*amp\.release\(\), then"):
+            setattr(amp, name, [])
+    with pytest.raises(StepTypeError, match=r"tuple of what is stepped.*Write amp\.optimizers\[0\]"):
+        amp.optimizers()  # type: ignore[operator]  # as in Lightning
+    assert [type(one) for one in amp.optimizers] == [torch.optim.SGD] and amp.optimizers[0].param_groups
+    amp.backward(model(torch.ones(1, 2)).sum())
+    assert amp.step()
+    amp.release()
+    assert [type(one) for one in amp.optimizers] == [torch.optim.SGD]

@@ -37,7 +37,10 @@ class Saveable(Protocol):
     """What `mezzo.prepare` returns, as far as a checkpoint needs it."""
 
     model: nn.Module
-    optimizers: tuple[Optimizer, ...]
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """What is stepped."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything a run needs to go on."""

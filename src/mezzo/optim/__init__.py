@@ -1,5 +1,7 @@
 """Optimizers whose weights are 16 bit and whose updates are fp32."""
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from ..loss_scale import parameters as parameters
 from .adamw import Adam as Adam
 from .adamw import AdamW as AdamW
@@ -26,3 +28,11 @@ from .saved_state import check_tensor as check_tensor
 from .saved_state import refuse as refuse
 from .saved_state import torchs_entries as torchs_entries
 from .sgd import SGD as SGD
+
+if not _TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        """Say what to write for the optimizers of other libraries."""
+        from .. import _absent
+
+        raise _absent(__name__, name, ("Adam", "AdamW", "MasterWeights", "SGD", "adopt"))

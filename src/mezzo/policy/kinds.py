@@ -61,15 +61,18 @@ NOUNS: Mapping[object, str] = {
 def by_name(kind: type[T]) -> type[T]:
     """Have a dataclass say in a PolicyError which fields it takes, where it is given others, or values without a name."""
     init: Callable[..., None] = kind.__init__
-    name, known, is_text = kind.__name__, [*signature(kind).parameters], hasattr(kind, "parse")
+    name, known, is_text = kind.__name__, signature(kind).parameters, hasattr(kind, "parse")
+    needed = [one for one, given in known.items() if given.default is given.empty]
 
     @wraps(init)
     def checked(self: T, *given: object, **fields: object) -> None:
         if given:
             parse = f" Text is read by {name}.parse({given[0]!r})." if isinstance(given[0], str) and is_text else ""
-            raise PolicyError(f"{name} takes its fields by name, as in {name}({known[0]}=...).{parse}")
-        if not fields.keys() <= {*known}:
+            raise PolicyError(f"{name} takes its fields by name, as in {name}({next(iter(known))}=...).{parse}")
+        if not fields.keys() <= known.keys():
             raise PolicyError(f"{name} {misfit_of(init, fields, {})}")
+        if lacking := [f"{one}=..." for one in needed if one not in fields]:
+            raise PolicyError(f"{name} lacks {' and '.join(lacking)}, and needs {', '.join(needed)}.")
         init(self, **fields)
 
     kind.__init__ = checked  # type: ignore[assignment]  # of the class that is decorated, before anybody has it

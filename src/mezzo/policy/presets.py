@@ -57,7 +57,7 @@ _INSTEAD = _by_name({
     "tf32": "TF32 is a setting of torch; write fp32, and torch.set_float32_matmul_precision('high')",
 })  # fmt: skip
 _KEYS_INSTEAD = _by_name({
-    "loss_scale init_loss_scale": "scaling=dynamic, or a number that never moves, as in scaling=1024",
+    "loss_scale init_loss_scale init_loss_scaling initial_loss_scale initial_scale": "scaling=dynamic, or a number that never moves, as in scaling=1024",
     "initial_scale_power": "scaling.init_scale=65536, the scale itself",
     "loss_scale_window": "scaling.growth_interval=2000",
     "min_loss_scale": "scaling.min_scale=1",

@@ -129,6 +129,8 @@ class _Draft:
 
     def _set_option(self, config: str, option: str, word: str) -> None:
         known = kinds(CONFIGS[config])
+        if option not in known:
+            refuse_key_elsewhere(option)
         check_known("key", f"{config}.{option}", _DOTTED)
         values = self.configs[config] or {}
         self.configs[config] = {**values, option: spelling.read(f"{config}.{option}", known[option], word)}

@@ -12,7 +12,8 @@ from html import escape
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from .._torch import constant_when_compiled
 from ..binding import BeforeForward, innermost
@@ -35,18 +36,20 @@ _log = logging.getLogger("mezzo.step")
 class PreparedRun:
     """What a stepper has besides its steps: state, reports, checkpoints, and the way back."""
 
+    model: nn.Module
+
     def __init__(self, *given: Engine) -> None:
         if len(given) != 1 or not isinstance(engine := given[0], Engine):
             raise StepTypeError(
                 "a Stepper is what mezzo.prepare returns: write amp = mezzo.prepare(model, optimizer, policy)."
             )
-        self.model, self.optimizers, self._engine = engine.model, engine.optimizers, engine
+        self.__dict__["model"], self._engine = engine.model, engine
         self._forward_hook, binding = ForwardHook(engine), engine.recovery.binding
         binding.before_forward = weakly(self._forward_hook, ForwardHook.__call__)
         # A compiler calls it outside of its graph.
         binding.before_trace = constant_when_compiled(weakly(self._forward_hook, ForwardHook.apply_changes_traced))
         binding.owner = weakref.ref(self)
-        for optimizer in self.optimizers:
+        for optimizer in engine.optimizers:
             forbid_direct_steps(optimizer, engine, self)
 
     def __repr__(self) -> str:
@@ -61,6 +64,15 @@ class PreparedRun:
         """Return what a notebook shows: what was done, and what is kept."""
         report = "" if isinstance(self._engine, Released) else self.report()._repr_html_()
         return f"<p><code>{escape(repr(self))}</code></p>{report}"
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """What is stepped: the optimizers that were given to `prepare`, or the masters around them."""
+        if is_call(sys._getframe(1)):
+            raise StepTypeError(
+                "amp.optimizers is a tuple of what is stepped, and was called as a method of Lightning's. Write amp.optimizers[0]."
+            )
+        return self._engine.optimizers
 
     @property
     def consensus(self) -> RankConsensus | None:
@@ -220,8 +232,7 @@ class PreparedRun:
         self._engine.drop(set_to_none=True)
         release_(self.model, self.optimizers, original)
         self._engine.load_hooks.remove()  # last: masters follow what is loaded where memory ran out before
-        self.optimizers = original.optimizers
-        self._engine = cast(Engine, Released())
+        self._engine = cast(Engine, Released(original.optimizers))
         del self._forward_hook
 
     def _note_copy(self) -> BeforeForward | None:

@@ -159,6 +159,9 @@ def let_go(optimizer: Optimizer, given: Optimizer) -> None:
 class Released:
     """In the place of a released stepper's engine."""
 
+    def __init__(self, optimizers: tuple[Optimizer, ...]) -> None:
+        self.optimizers = optimizers
+
     def __getattr__(self, name: str) -> NoReturn:
         raise StepError(
             "this stepper was released. Write amp = mezzo.prepare(model, optimizer, policy) to prepare again."

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..distributed import RankConsensus
-from ..errors import StepAttributeError, StepError, did_you_mean
+from ..errors import StepAttributeError, StepError, StepTypeError, did_you_mean
 from ..kernels import choose, constant, decision_slots, move, norm_and_finite, num_decided, pack_decision, to_host
 from ..loss_scale import AccumulationState, Flag, either, host_decides, is_bad, without
 from ..read_only import read_only
@@ -239,6 +239,11 @@ class StepResult:
             known = (word for word in dir(type(self)) if not word.startswith("_"))
             meant = OF_RESULT.get(name) or did_you_mean(name, known).lstrip()
             raise StepAttributeError(f"the result of a step has no '{name}'. {meant}")
+
+        def _no_number(self, *_: object) -> NoReturn:
+            raise StepTypeError(f"the result of a step is no number. {OF_RESULT['loss']}")
+
+        __float__ = __add__ = __radd__ = __truediv__ = _no_number
 
     def _read(self, flags: StepFlags[float]) -> StepFlags[float]:
         self._flags, before, self._before = flags, self._before, 0

@@ -128,10 +128,12 @@ def check(state: Mapping[str, Any], num_optimizers: int) -> dict[str, Any]:
         )
     lacks_weights = "format" in given and not {"model", "optimizers"} & given.keys()
     if "model" not in given and not lacks_weights:
+        weights = "For weights alone write model.load_state_dict(weights)."
+        if "_growth_tracker" in given:  # a scaler of torch's
+            weights = "Write a GradScaler's beside weights: {'model': ..., 'optimizer': ..., 'scaler': scaler_state}."
         keys = list(given) if given is state else type(state).__name__
         raise CheckpointError(
-            f"load_state_dict was given {keys}, and a checkpoint has the keys {', '.join(_KEYS)}. "
-            "For weights alone write model.load_state_dict(weights)."
+            f"load_state_dict was given {keys}, and a checkpoint has the keys {', '.join(_KEYS)}. {weights}"
         )
     saved = state.get("optimizers", [state["optimizer"]] if "optimizer" in state else [])
     if not isinstance(saved, (list, tuple)):

@@ -78,7 +78,6 @@ class Stepper(PreparedRun):
 
     Attributes:
         model: the bound model.
-        optimizers: that are stepped: those given to `prepare`, or the masters around them.
     """
 
     _observers: tuple[StepObserver, ...] = ()
@@ -98,12 +97,20 @@ class Stepper(PreparedRun):
         def __getattr__(self, name: str) -> NoReturn:
             raise StepAttributeError(f"a stepper has no '{name}'. {self._meant(name)}")
 
+        def __setattr__(self, name: str, value: object) -> None:
+            if name in ("model", "optimizers", "policy", "scale"):
+                raise StepAttributeError(
+                    f"amp.{name} was assigned, and stays what mezzo.prepare made of it. Call amp.release(), then "
+                    "mezzo.prepare(model, optimizer, policy) with the one that is meant."
+                )
+            super().__setattr__(name, value)
+
     def _meant(self, name: str) -> str:
         if name in OF_STEPPER:
             return OF_STEPPER[name]
         if name in dir(self.__dict__.get("model")):
             return f"Write amp.model.{name}: the model stays the object it is."
-        if any(name in dir(optimizer) for optimizer in self.__dict__.get("optimizers", ())):
+        if any(name in dir(optimizer) for optimizer in getattr(self.__dict__.get("_engine"), "optimizers", ())):
             return f"Write amp.optimizers[0].{name}, or ask the optimizer that mezzo.prepare was given."
         return did_you_mean(name, (word for word in dir(self) if not word.startswith("_"))).lstrip()
 
