@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import torch.nn.functional as F
@@ -100,3 +101,19 @@ def test_a_precision_without_a_policy_is_the_policy(given: str | None, policy: s
     model = loops.make_model()
     accelerator.prepare(model, loops.make_optimizer(model)[0])
     assert accelerator.stepper.policy == mezzo.Policy.parse(policy).resolve("cpu")
+
+
+def test_casting_that_is_off_beside_a_policy_is_told_what_to_write() -> None:
+    off = accelerate.utils.AutocastKwargs(enabled=False)
+    said = r"AutocastKwargs was given beside policy=bf16, which says what is cast\. Leave it out: policy='fp32' casts nothing"
+    with pytest.raises(PolicyError, match=said):
+        Accelerator(cpu=True, policy="bf16", kwargs_handlers=[off])
+    accelerator = Accelerator(cpu=True, policy="bf16")
+    with accelerator.autocast(off):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+
+
+def test_a_policy_that_is_none_is_named_before_what_accelerate_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")  # which it cannot import
+    with pytest.raises(PolicyError, match="unknown preset 'bf17'"):
+        Accelerator(cpu=True, policy="bf17")

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..distributed import fully_shard, load_checkpoint, save_checkpoint
 from ..errors import PolicyError, StepError
-from ..policy import PolicyLike
+from ..policy import PolicyLike, as_policy
 from ..step import Stepper, answers_misfits
 from .adapter import Adapter, calls, innermost_optimizer
 
@@ -40,6 +40,10 @@ _CLIPS = dict.fromkeys(
     ("max_norm", "clip_value"),
     "write accelerator.clip_grad_norm_(model.parameters(), max_norm), or clip_grad_value_, before optimizer.step()",
 )
+_HANDLERS = {
+    AutocastKwargs: "which says what is cast. Leave it out: policy='fp32' casts nothing, and accelerator.autocast(AutocastKwargs(enabled=False)) turns casting off in a block",
+    GradScalerKwargs: "which has its own loss scale. Write it into the policy: 'fp16, scaling.init_scale=1024'",
+}
 _REFUSED = {DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA}
 
 
@@ -76,13 +80,10 @@ class Accelerator(accelerate.Accelerator):
     def __init__(self, *args: Any, policy: PolicyLike | None = None, **kwargs: Any) -> None:
         if args and not isinstance(args[0], bool):  # device_placement
             raise PolicyError(f"Accelerator('{args[0]!s}'): write Accelerator(policy='{args[0]!s}'), by its name.")
-        if policy is None:
-            policy = str(kwargs.pop("mixed_precision", None) or "auto")
-        handlers = [h for h in kwargs.get("kwargs_handlers") or () if isinstance(h, (AutocastKwargs, GradScalerKwargs))]
-        if handlers:
-            raise PolicyError(
-                f"{type(handlers[0]).__name__} was given beside policy={policy!s}, which has its own op rules and loss scale. Write them into the policy: 'fp16, scaling.init_scale=1024'."
-            )
+        policy = as_policy(str(kwargs.pop("mixed_precision", None) or "auto") if policy is None else policy)
+        for kind, advice in _HANDLERS.items():
+            if any(isinstance(handler, kind) for handler in kwargs.get("kwargs_handlers") or ()):
+                raise PolicyError(f"{kind.__name__} was given beside policy={policy!s}, {advice}.")
         check_precision(kwargs.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION"), policy)
         super().__init__(*args, **kwargs)
         adopt(self, policy)
