@@ -103,3 +103,10 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
     assert complaint in error
     assert error.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_no_default_is_shown_with_all_its_digits(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    shown = capsys.readouterr().out
+    assert "0.142857" in shown and "0.14285714" not in shown and parse([])[0].test_share == 1 / 7

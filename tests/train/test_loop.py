@@ -70,7 +70,7 @@ def test_the_files_of_a_run_say_what_the_result_says(learned: tuple[TrainConfig,
     assert (config.out / "curves.png").stat().st_size > 10_000
     evaluations = [record for record in metrics(config.out) if record["kind"] == "evaluation"]
     assert [record["step"] for record in evaluations] == [40, 80, 120, 152]
-    best = max(evaluations, key=lambda record: record["accuracy"])  # the first of equals
+    best = max(evaluations, key=lambda record: (record["accuracy"], -record["loss"]))
     assert (best["step"], best["accuracy"]) == (result.best_step, result.dev_accuracy)
     updates = [record for record in metrics(config.out) if record["kind"] == "update"]
     assert max(record["lr"] for record in updates) <= config.learning_rate

@@ -76,7 +76,7 @@ class TrainConfig:
         amp: mixed precision as `policy` says; --no-amp trains in fp32.
         policy: a policy's text or .toml file: "auto", "bf16", "fp16", "fp16, output=fp32", ...
         device: "auto", "cpu", "cuda", ...
-        evaluate: evaluate on the dev rows now and then and keep the best model; --no-evaluate keeps the last.
+        evaluate: evaluate on the dev rows now and then and keep the best model, of equally accurate ones that of the lowest loss; --no-evaluate keeps the last.
         eval_every: updates from one evaluation and checkpoint to the next; 0 is once an epoch.
         log_every: updates from one line about the loss to the next, where standard error is no terminal; 0 prints none.
         tracker: "tensorboard" or "wandb" gets losses, learning rate and loss scale as well; "none" nobody.

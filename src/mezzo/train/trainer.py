@@ -26,6 +26,7 @@ class Position:
     Attributes:
         step: updates done or skipped.
         best_accuracy: the best on the dev rows so far; -1 before the first evaluation.
+        best_loss: on the dev rows then.
         best_step: when that was.
         epoch_loss: sum of the losses of this epoch's applied updates.
         epoch_applied: how many those are.
@@ -36,6 +37,7 @@ class Position:
     step: int = 0
     skipped: int = 0
     best_accuracy: float = -1.0
+    best_loss: float = math.inf
     best_step: int = 0
     epoch_loss: float = 0.0
     epoch_applied: int = 0
@@ -164,8 +166,8 @@ class Trainer:
         at.seconds = time.perf_counter() - self._started
         numbers = {"loss": found.loss, "accuracy": found.accuracy}
         out.log.add(kind="evaluation", step=at.step, **numbers, seconds=round(at.seconds, 3))
-        if found.accuracy > at.best_accuracy:
-            at.best_accuracy, at.best_step = found.accuracy, at.step
+        if (found.accuracy, -found.loss) > (at.best_accuracy, -at.best_loss):
+            at.best_accuracy, at.best_loss, at.best_step = found.accuracy, found.loss, at.step
             self._save_best()
         out.track(at.step, {f"dev/{name}": number for name, number in numbers.items()})
         out.progress.note(
