@@ -7,6 +7,7 @@ import pickle
 import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -274,6 +275,31 @@ class TestTheModelStaysWhatItWas:
         model.register_forward_hook(lambda *a: calls.append(1))
         assert dtypes(lambda: model(torch.ones(2, 4))) == [BF16]
         assert calls == [1]
+
+    @pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16-master", "fp16-master, scaling=16"])
+    @pytest.mark.parametrize("is_later", [False, True])
+    def test_a_parametrized_weight_has_the_dtype_that_is_stored(self, policy: str, is_later: bool) -> None:
+        """So that torch can put what a parametrization computes in its place, and training goes on from there."""
+
+        class Turned(nn.Module):
+            def forward(self, weight: Tensor) -> Tensor:
+                return weight @ torch.eye(4, dtype=weight.dtype).flip(0)
+
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        register = partial(nn.utils.parametrize.register_parametrization, model[0], "weight", Turned())
+        if not is_later:
+            register()
+        amp = mezzo.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1), policy)
+        if is_later:
+            register()
+        model(torch.ones(2, 4))  # which takes what came into the policy
+        stored = model[0].parametrizations.weight.original
+        want = stored.detach().flip(1)
+        assert model[0].weight.dtype is stored.dtype
+        nn.utils.parametrize.remove_parametrizations(model[0], "weight")
+        assert torch.equal(model[0].weight, want.to(amp.policy.compute).to(stored.dtype))
+        amp.backward(model(torch.ones(2, 4)).square().mean())
+        assert amp.step() and not torch.equal(model[0].weight, want)
 
     def test_prepared_again(self) -> None:
         model = bound("bf16")

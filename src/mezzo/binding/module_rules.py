@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.distributions import Distribution
+from torch.nn.utils.parametrize import ParametrizationList
 
 from .._torch import (
     TREE_NODES,
@@ -70,6 +71,9 @@ def named_tensors(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]
 
 def cast_nest(value: Any, dtype: torch.dtype, what: str, module: nn.Module) -> Any:
     """Do as `cast_floating` for what a module was given or returns; a CastError for what lies in itself, or deeper than Python follows. Syncs: no."""
+    if isinstance(module, ParametrizationList):  # what it computes stands for what is stored
+        stored: Any = module.original if module.is_tensor else module.original0
+        dtype = stored.dtype if stored.is_floating_point() else dtype
     try:
         return cast_floating(value, dtype)
     except RecursionError as error:
