@@ -1,9 +1,10 @@
-"""Masters, or a copy in 16 bit, kept by hand: what the loss is computed from has to be written after each step."""
+"""Masters, or a copy in 16 bit, kept by hand or by a region: what the loss is computed from has to be written after each step."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import mezzo
 import mezzo.diagnose as diagnose
 from mezzo.diagnose import TraceReport
 
@@ -154,3 +156,69 @@ def test_a_step_by_hand_on_gradients_that_are_still_scaled_is_named_before_what_
         assert first.frame is not None and first.frame.function == step.__name__
     else:
         assert t.report.answer == "healthy"
+
+
+def steps_in(outer: AbstractContextManager[object], each: Callable[[], AbstractContextManager[object]]) -> TraceReport:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with diagnose.trace(model) as t, outer:
+        for _ in range(3):
+            optimizer.zero_grad()
+            with each():
+                losses = [F.cross_entropy(model(torch.randn(8, 8)), torch.randint(4, (8,))) for _ in range(2)]  # READ
+            sum(losses).backward()
+            optimizer.step()
+    return t.report
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_region_around_the_whole_loop_keeps_the_casts_of_the_first_step(dtype: torch.dtype) -> None:
+    found, other = steps_in(torch.autocast("cpu", dtype), nullcontext).findings
+    assert (other.verdict, other.module) == ("stale-cast", "2")
+    assert (found.verdict, found.module, found.op, found.step) == ("stale-cast", "0", "addmm", 1)
+    assert (
+        found.frame is not None
+        and "READ" in Path(found.frame.file).read_text("utf-8").splitlines()[found.frame.line - 1]
+    )
+    assert "parameter 0.bias was changed" in found.why and "with torch.autocast" in found.fix.advice
+
+
+@pytest.mark.parametrize("outer, each", [
+    (nullcontext(), lambda: torch.autocast("cpu", torch.bfloat16)),
+    (torch.autocast("cpu", torch.bfloat16, cache_enabled=False), nullcontext),
+    (torch.autocast("cpu", torch.bfloat16), lambda: torch.autocast("cpu", enabled=False)),
+    (mezzo.autocast("cpu", torch.bfloat16), nullcontext),
+])  # fmt: skip
+def test_casts_that_are_made_anew_are_healthy(
+    outer: AbstractContextManager[object], each: Callable[[], AbstractContextManager[object]]
+) -> None:
+    assert steps_in(outer, each).is_healthy
+
+
+@pytest.mark.parametrize("changed", [True, False])
+def test_weights_exchanged_inside_of_a_region_are_not_used(changed: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    average = {name: p + changed for name, p in copy.deepcopy(model.state_dict()).items()}
+    with diagnose.trace(model) as t, torch.autocast("cpu", torch.bfloat16):
+        loss = model(torch.randn(2, 8)).float().square().mean()
+        model.load_state_dict(average)
+        (loss + model(torch.randn(2, 8)).float().square().mean()).backward()
+    assert [f.verdict for f in t.report.findings] == ["stale-cast"] * changed
+
+
+def test_an_old_copy_that_no_gradient_reaches_is_meant() -> None:
+    """A target network, written in another dtype, is behind its model on purpose."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.no_grad():
+        target = model.weight.bfloat16()
+    with diagnose.trace(model) as t:
+        for _ in range(3):
+            x = torch.randn(8, 8)
+            optimizer.zero_grad()
+            (model(x) - F.linear(x.bfloat16(), target).float()).square().mean().backward()
+            optimizer.step()
+    assert t.report.is_healthy

@@ -218,7 +218,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         if call.facts.name in _COUNTS and call.out and not any(t.requires_grad for _, t in call.inputs):
             self._counts.note(call.out[0], call.facts.name != "to" or not call.inputs)
         self.lines.see(site, call.out, tops)
-        self.lints.see(call, site)
+        self.lints.see(call, site, self.context.name_of)
         for watch in (self.updates, self.replaced):
             watch.see(call, site, self.context.name_of)
         self.states.see(call, site)

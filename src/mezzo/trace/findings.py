@@ -24,7 +24,7 @@ _PRODUCTS = _LAYERS | {"mul", "div", "mean", "std", "var", "var_mean"}
 _MET = attrgetter("kind", "site.op", "site.phase", "site.step", "site.frame", "where", "offending")
 FAULTY_RULES = {
     "clip-before-unscale": "clip_grad", "zero-learning-rate": "step", "cleared-gradients": "zero_grad", "zero-gradients": "",
-    "scaled-step": "step", "uncleared-gradients": "step", "exploding-step": "step", "exploding-loop": "", "no-gradients": "step", "ids-in-16-bit": "",
+    "scaled-step": "step", "uncleared-gradients": "step", "exploding-step": "step", "exploding-loop": "", "no-gradients": "step", "ids-in-16-bit": "", "stale-cast": "",
 }  # fmt: skip
 """Lint rules that no sound loop breaks, and what is called where one does: nothing where an op is to blame."""
 _BEFORE = frozenset({"exploding-loop", "scaled-step"})

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .._torch import version
 from ..binding import bound_of
 from ..errors import plural
 from ..formats import LOW_DTYPES, dtype_name, format_of, parse_dtype, widest
@@ -17,7 +19,7 @@ from .amplified import Amplified, RoundedIndices
 from .buffers_at_rest import BuffersAtRest, exact_integers
 from .frames import argument_of, functions_of, is_called_from, is_handed_by_autograd
 from .measure import amax, numbers, rerun_wide, share_off
-from .ops import Call
+from .ops import CASTS, Call
 from .records import Event, Lint, LintCase, LintRule, Site
 from .reference_path import ReferencePath
 from .verdict import number
@@ -80,6 +82,9 @@ class LintWatch:
         self._scaled: StorageNotes[float] = StorageNotes()  # gradients, by what they were multiplied by since
         self._clipped: Site | None = None
         self._sums: StorageNotes[_RunningSum] = StorageNotes()
+        self._casts: StorageNotes[tuple[Tensor, int, tuple[int, ...]]] = (
+            StorageNotes()
+        )  # of which weight and version, with strides
         self._one_plus_lost: StorageNotes[float] = StorageNotes()
         self._steps: set[float] = set()
         self._rest, self.amplified = BuffersAtRest(reference), Amplified(reference)
@@ -112,7 +117,7 @@ class LintWatch:
             name = dtype_name(dtype)
             self._found[key] = Lint(rule=rule, site=site, kernel=kernel, dtype=name, what=what, value=value, case=case)
 
-    def see(self, call: Call, site: Site) -> None:
+    def see(self, call: Call, site: Site, name_of: Callable[[Tensor], str]) -> None:
         """Take in one op. Syncs: yes, at the ops it judges."""
         name, is_forward = call.facts.name, site.phase == "forward"
         is_outside = is_forward and not site.root
@@ -133,6 +138,7 @@ class LintWatch:
             for found in self._rest.see(call):
                 self.add("buffer-in-16-bit", site, *found)
             self._difference(call, site)
+            self._stale(call, site, name_of)
             self.indices.see(call, site)
             self.amplified.slope(call, site)
         low = next((t for t in call.out if t.dtype in LOW_DTYPES), None)
@@ -231,6 +237,18 @@ class LintWatch:
             off = 0.0 if were is None else share_off(read, were)
             if off > _HALF:
                 self.add("finite-difference", site, self._reference.low, f"{off:.0%}", given[0], call.facts.kernel)
+
+    def _stale(self, call: Call, site: Site, name_of: Callable[[Tensor], str]) -> None:
+        """Look at casts of weights, which torch's region keeps until it is left: whether the weights are others by now. Syncs: where they were written."""
+        for read, (weight, seen, stride) in self._casts.read_by(call):
+            cast = call.original(read).as_strided(weight.shape, stride, 0)
+            if version(weight) != seen and not torch.equal(cast, weight.detach().to(cast.dtype)):
+                self.add("stale-cast", site, cast.dtype, name_of(weight), 0.0)
+        is_kept = torch.is_autocast_cache_enabled() and site.called not in CASTS  # which a program calls
+        if is_kept and call.facts.name == "to" and call.out and call.is_tracked:
+            weight, cast = call.originals[0], call.out[0]
+            if cast.dtype in LOW_DTYPES and self.amplified.is_weight(weight):
+                self._casts.note(cast, (weight, version(weight), cast.stride()))
 
     def _one_plus(self, call: Call, low: Tensor) -> None:
         """Note what 1 + x keeps of x where its logarithm has lost most of it. Syncs: where a program adds 1 to a 16-bit tensor."""

@@ -162,6 +162,10 @@ TEXTS: dict[tuple[LintRule, LintCase], Callable[[Lint], tuple[str, str]]] = {
         f"{x.what} stepped gradients that are still multiplied by {number(x.value)}: nothing unscaled them, and no step would be left out.",
         "step through scaler.step(optimizer) and scaler.update(), or divide by scaler.get_scale() first, from the last good checkpoint.",
     ),
+    ("stale-cast", ""): lambda x: (
+        f"{x.what} was changed since its {x.dtype} cast was made, and the old cast is read here: the autocast region that keeps it was not left in between.",
+        "write `with torch.autocast(...):` around forward and loss of each step, and leave it before weights are changed; or cache_enabled=False.",
+    ),
     ("zero-learning-rate", ""): lambda x: (f"the learning rate was {x.what}: no weight moved.", _PRINT_FACTORS),
     ("zero-learning-rate", "tiny"): lambda x: (
         f"the learning rate was {x.what}: weights hardly moved.",

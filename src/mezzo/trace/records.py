@@ -292,7 +292,7 @@ class FlushedGradient:
 
 LintRule = Literal[
     "integers-in-16-bit", "ids-in-16-bit", "constant-lost", "squares-near-overflow", "log-of-one-plus", "finite-difference", "amplified-rounding", "rounded-index", "masked-row", "buffer-in-16-bit", "half-accumulator", "backward-in-region",
-    "half-weights-in-region", "loss-in-16-bit", "clip-before-unscale", "scaled-step", "no-loss-scale", "zero-learning-rate", "cleared-gradients", "zero-gradients", "exploding-step", "exploding-loop", "uncleared-gradients", "no-gradients",
+    "half-weights-in-region", "loss-in-16-bit", "clip-before-unscale", "scaled-step", "no-loss-scale", "zero-learning-rate", "cleared-gradients", "zero-gradients", "exploding-step", "exploding-loop", "uncleared-gradients", "no-gradients", "stale-cast",
 ]  # fmt: skip
 LintCase = Literal[
     "", "arange", "sum", "underflow", "overflow", "close-results", "weights", "probabilities", "by-index", "gradients", "hook", "scaler", "tiny", "one-number", "masters", "answer", "factors",
