@@ -77,7 +77,9 @@ _IN_POLICY = "write it in the policy, as in policy='fp16, scaling=1024' or polic
 OF_PREPARE = {
     **ARGUMENTS,
     **dict.fromkeys(_NAMES, lambda value: f"write policy={_policy_meant(value)!r}"),
-    **dict.fromkeys(("loss_scale", "init_scale", "init_loss_scale", "initial_loss_scale", "init_loss_scaling"), _IN_POLICY),
+    **dict.fromkeys(
+        ("loss_scale", "init_scale", "init_loss_scale", "initial_loss_scale", "init_loss_scaling"), _IN_POLICY
+    ),
     **dict.fromkeys(("growth_interval", "growth_factor", "backoff_factor"), _IN_POLICY),
     **dict.fromkeys(("fp16", "bf16", "master_weights"), "write policy='fp16-master' or policy='bf16-master'"),
     "enabled": "write policy='fp32' where nothing is to be cast",
