@@ -332,7 +332,7 @@ def test_a_step_that_finds_no_memory_for_buffers_is_not_taken(policy: str, *, by
         }
 
     (x, y), count = batch(), 0
-    for place in ("buffers.py", "buffer_slot.py", "copies.py"):
+    for place in ("buffers.py", "undo.py"):
         at = 0
         while True:
             amp, twin = prepared("AdamW", policy), prepared("AdamW", policy)

@@ -16,7 +16,7 @@ from ..errors import StepError, first_line
 from ..formats import describe
 from ..kernels import GraphTables, num_asked, spared_host
 from . import capture_rules
-from .buffer_slot import Copy
+from .buffers import Copy
 from .engine import Engine
 from .result import StepResult
 
