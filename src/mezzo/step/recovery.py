@@ -106,13 +106,16 @@ class Recovery:
         """Return the error with what running the last batch, which was skipped, again has shown. Syncs: at every op."""
         if skip is None or not stop.is_batch_to_blame:
             return stop
-        found, rate = self._diagnosis(skip), self.rate_to_blame()
-        if found is None and not rate:
-            return stop
-        sentence, fix = ("", "") if found is None else (found.sentence, found.fix)
-        error = type(stop)(stop.what, " ".join(filter(None, (rate, sentence, fix or stop.advice))))
+        why, found = self._why(skip, stop.advice)
+        error = type(stop)(stop.what, why)
         error.report = None if found is None else found.report
         return error
+
+    def _why(self, skip: StepFlags[float], advice: str = "") -> tuple[str, Diagnosis | None]:
+        """Return what the last update and the last batch, run again, have shown, and what to do: the advice, where nothing is known."""
+        found, rate = self._diagnosis(skip), self.rate_to_blame()
+        sentence, fix = ("", "") if found is None else (found.sentence, found.fix)
+        return " ".join(filter(None, (rate, sentence, fix or advice))), found
 
     def rate_to_blame(self) -> str:
         """As the function of this name, of the run's own optimizers. Syncs: yes."""
@@ -140,10 +143,8 @@ class Recovery:
 
     def _explain_early(self, skip: StepFlags[float]) -> None:
         """Log why the loss is not finite, where a second batch in a row shows that it is not the batch."""
-        found, rate = self._diagnosis(skip), self.rate_to_blame()
-        sentence, fix = ("", "") if found is None else (found.sentence, found.fix)
-        if rate or sentence:
-            why = " ".join(filter(None, (rate, sentence, fix)))
+        why, _ = self._why(skip)
+        if why:
             _log.warning("step %d: the loss is inf or NaN again; why: %s", self.guard.state.step, why)
 
     def _diagnosis(self, skip: StepFlags[float]) -> Diagnosis | None:
