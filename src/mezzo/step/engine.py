@@ -202,10 +202,9 @@ class Engine:
             consensus.wrapper.check_backward()
         for optimizer in self._joinable:
             refuse_joining(optimizer, "Join([optimizer])")
-        may_flush = (
-            self.guard.flush_norm > 0 and inputs is None and not self.gradients.is_pending and self.replay.is_idle
-        )
-        wants_probe = may_flush and self.guard.wants_probe(is_alone=consensus is None)
+        may_probe = self.guard.flush_norm > 0 and inputs is None and self.replay.is_idle
+        is_first = may_probe and not self.gradients.is_pending
+        wants_probe = is_first and self.guard.wants_probe(is_alone=consensus is None)
         try:
             with (
                 self.one_thread,

@@ -311,9 +311,8 @@ class Guard:
         flags = result.flags()
         if flags.applied:
             self.last_norm = flags.grad_norm
-        is_uneventful = (
-            self._is_quiet and flags.applied and flags.flushed == 0 and not _is_small(flags, self.flush_norm)
-        )
+        has_flushed = flags.flushed > 0 or _is_small(flags, self.flush_norm)
+        is_uneventful = self._is_quiet and flags.applied and not has_flushed
         if not is_uneventful:
             was = self.state.counters
             look = partial(self._nonfinite_weights, result, was.applied > 0)
