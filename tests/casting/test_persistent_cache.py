@@ -85,6 +85,16 @@ def test_a_model_without_casts_keeps_its_versions() -> None:
     loss.backward()
 
 
+def test_a_kept_cast_of_a_weight_without_a_gradient_stays_in_a_fused_step() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    model.weight.requires_grad_(False)
+    (run(model, x).float() + model.bias).square().sum().backward()
+    before = [p._version for p in model.parameters()]
+    optimizer.step()
+    assert [p._version for p in model.parameters()] == [before[0], before[1] + 1]
+
+
 def test_a_fused_step_makes_a_kept_cast_stale() -> None:
     model, x = nn.Linear(4, 4), torch.randn(2, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)

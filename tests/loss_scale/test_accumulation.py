@@ -17,7 +17,17 @@ from torch.overrides import TorchFunctionMode
 
 import mezzo
 from mezzo.errors import ScalerError, StepError
-from mezzo.loss_scale import AccumulationState, GradScaler, GradVersions, check_loss, either, is_bad, without
+from mezzo.kernels.weights import sum_of_bits
+from mezzo.loss_scale import (
+    AccumulationState,
+    GradScaler,
+    GradVersions,
+    accumulation,
+    check_loss,
+    either,
+    is_bad,
+    without,
+)
 
 
 def noted(*values: list[float]) -> tuple[GradVersions, list[Tensor]]:
@@ -144,6 +154,28 @@ def test_a_norm_measured_by_clipping_to_infinity_in_the_scaler(every: int) -> No
             scaler.update()
         runs.append([p.detach() for p in model.parameters()])
     assert all(map(torch.equal, *runs))
+
+
+@pytest.mark.parametrize("by", ["scaler", "stepper"])
+def test_a_healthy_run_sums_no_gradient_after_its_first_steps(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = model_and_optimizer()
+    scaler = GradScaler("cpu") if by == "scaler" else None
+    amp = mezzo.prepare(model, optimizer, "fp16") if by == "stepper" else None
+    summed, nums = list[Tensor](), list[int]()
+    monkeypatch.setattr(accumulation, "sum_of_bits", lambda grad: (summed.append(grad), sum_of_bits(grad))[1])
+    for _ in range(6):
+        loss = model(torch.randn(3, 4)).float().square().mean()
+        if scaler is not None:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        if amp is not None:
+            amp.backward(loss)
+            amp.step()
+        optimizer.zero_grad()
+        nums.append(len(summed))
+        summed.clear()
+    assert all(nums[:3]) and nums[3:] == [0] * 3
 
 
 @pytest.mark.parametrize("policy", ["fp16", "bf16", "fp32"])
