@@ -191,7 +191,7 @@ def test_an_optimizer_of_mezzo_takes_the_masters_of_the_policy() -> None:
     policy = Policy.parse("bf16-master, master=kahan")
     chosen = [torch.nn.Parameter(torch.ones(2))]
     optimizer = mezzo.optim.SGD([{"params": parameters(torch.float32)}, {"params": chosen, "master": "fp32"}], lr=0.1)
-    assert adopt(optimizer, policy) is optimizer
+    assert adopt(optimizer, policy) is optimizer and type(optimizer) is mezzo.optim.SGD
     assert [group["master"] for group in optimizer.param_groups] == ["kahan", "fp32"]
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))]})
     release(optimizer)

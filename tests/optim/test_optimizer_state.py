@@ -88,6 +88,9 @@ def test_copies_go_their_own_way(
 def test_loading_does_not_share_memory_with_the_state_dict() -> None:
     one = trained(AdamW, {"master": "split"}, torch.bfloat16)
     state = one.state_dict()
+    assert {entry["remainder"].dtype for entry in state["state"].values()} == {
+        torch.int16
+    }  # 2 bytes a parameter on disk too
     other = AdamW(parameters(torch.bfloat16), master="split")
     other.load_state_dict(state)
     before = snapshot(one)
