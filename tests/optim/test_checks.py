@@ -55,6 +55,8 @@ REFUSALS: list[tuple[Any, str]] = [
     (lambda: AdamW([low(1)], master="split", lr=-1.0), "lr=-1.0 must be in [0, inf)."),
     (lambda: AdamW([low(1)], master="split", betas=(0.9, 1.0)), "betas[1]=1.0 must be in [0, 1.0)."),
     (lambda: AdamW([low(1)], master="split", eps=-1e-8), "eps=-1e-08 must be in [0, inf)."),
+    (lambda: AdamW([low(1)], master="split", fused="no"), "AdamW was given fused='no'; give True or False."),
+    (lambda: SGD([low(1)], master="split", foreach="no"), "SGD was given foreach='no'; give True or False."),
     (
         lambda: SGD([low(1)], master="split", lr=torch.ones(2)),
         "lr is a tensor of 2 elements; write one of 1, or a group for each rate.",
