@@ -556,6 +556,7 @@ dispatch_modes: Callable[[], list[Any]] = _get_current_dispatch_mode_stack
 num_dispatch_modes = torch._C._len_torch_dispatch_stack
 without_autocast = torch._C._DisableAutocast
 without_function_modes = torch._C.DisableTorchFunction
+STEPPED_IN_BACKWARD = "_in_backward_optimizers"  # what torch.distributed.optim puts on parameters
 without_dispatch_modes: Callable[[], _GeneratorContextManager[Any]] = _disable_current_modes
 """No mode sees an op. Without them kernels are tried on tensors without memory, and count as failing from then on."""
 

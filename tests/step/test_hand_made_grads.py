@@ -215,3 +215,24 @@ def test_updates_by_hand_with_gradients_that_carry_the_loss_scale_are_named(
         update(model, amp)
     named = "three losses went backward without amp.step(), and their gradients are multiplied by the loss scale"
     assert caplog.text.count(named) == (update is by_hand and policy in SCALED)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.filterwarnings("ignore")
+def test_an_optimizer_that_steps_inside_of_backward_is_told(policy: str) -> None:
+    """Under a loss scale before it takes a step that is too large by it; else where no gradient is left for `step()`."""
+    from torch.distributed.optim import _apply_optimizer_in_backward  # of which the import warns
+
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5), policy)
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.5})
+    before = copy.deepcopy(list(model.parameters()))
+    with pytest.raises(StepError) as refused:
+        amp.backward(model(torch.ones(3, 4)).square().mean())
+        amp.step()
+    if policy in SCALED or "master" in policy:
+        assert "SGD.step() was called on" in str(refused.value) and "not prepared" in str(refused.value)
+        torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=0)
+    else:
+        assert "Leave it out, and amp.step() steps those that were prepared" in str(refused.value)

@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 
 from .._torch import foreach_mul_, profiler_enabled, sparse_values
-from ..errors import StepError, kind_of, listed, shown
+from ..errors import StepError, did_you_mean, kind_of, listed, shown
 from ..formats import LARGEST, number_of
 from ..kernels import factor_for, is_dtensor, local, move
 from ..loss_scale import AccumulationState, assign_grad_, real_values
@@ -94,6 +94,16 @@ def true_gradients(params: Sequence[Tensor], pending: AccumulationState) -> Iter
         if not sys.is_finalizing():  # a program that ends inside the block; torch aborts where a tensor is made then
             put_back()
         raise
+
+
+class ShownGrads(dict[str, Tensor]):
+    """True gradients by name, each to be edited in place."""
+
+    def __missing__(self, name: str) -> Tensor:
+        raise StepError(f"no gradient in this step is that of a parameter {name!r}.{did_you_mean(name, self)}")
+
+    def __setitem__(self, name: str, grad: object) -> None:
+        raise StepError(f"grads[{name!r}] = ... would leave the gradient as it is. Write grads[{name!r}].copy_(...).")
 
 
 def add_up_parts_(params: Iterable[Tensor]) -> bool:

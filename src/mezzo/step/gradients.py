@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 from .._torch import graph_task_id, is_pipeline_dry_run
 from ..casting import backward_message
 from ..distributed import is_summed_apart
-from ..errors import CastError, StepError, did_you_mean, listed
+from ..errors import CastError, StepError, listed
 from ..kernels import GradientCheck, any_dtensor, move, norm_and_finite
 from ..loss_scale import AccumulationState, Flag, GradVersions, check_loss, either, host_decides, is_bad, without
 from ..read_only import read_only
 from ..stamp import Stamp
-from .grad_passes import HALF_SHOWN, add_up_parts_, measure_flush, true_gradients
+from .grad_passes import HALF_SHOWN, ShownGrads, add_up_parts_, measure_flush, true_gradients
 from .leftovers import (
     NO_OPTIMIZER,
     Leftovers,
@@ -71,16 +71,6 @@ NOTHING: AbstractContextManager[Any] = nullcontext()
 _HALF_A_SUM = "a backward(loss) that failed halfway, so the gradients are part of a sum"
 _OF_NO_LOSS = "of no loss, amp.backward(sum((p.float() * g).sum() for p, g in pairs))"
 AFTER_BACKWARD = "Write amp.step() after amp.backward(loss), which has not returned yet."
-
-
-class _Shown(dict[str, Tensor]):
-    """True gradients by name, each to be edited in place."""
-
-    def __missing__(self, name: str) -> Tensor:
-        raise StepError(f"no gradient in this step is that of a parameter {name!r}.{did_you_mean(name, self)}")
-
-    def __setitem__(self, name: str, grad: object) -> None:
-        raise StepError(f"grads[{name!r}] = ... would leave the gradient as it is. Write grads[{name!r}].copy_(...).")
 
 
 class Gradients:
@@ -155,8 +145,7 @@ class Gradients:
         pending = None if self.is_abandoned or self._are_zeroed(params) else self._pending
         if pending is None:
             pending = AccumulationState(scale, self.device, penalty_bad=self._penalty_bad)
-            if scale is not None:
-                self._leftovers.note_begun()
+            self._leftovers.note_begun(scale)
             if held := [p for p in params if p.grad is not None]:
                 self._leftovers.open(pending, held, self._versions.stamps)
             self._pending, self._penalty_bad = pending, False
@@ -229,7 +218,7 @@ class Gradients:
         try:
             self._is_shown = True
             with true_gradients(params, pending):
-                yield _Shown({self._names[p]: p.grad for p in params if p.grad is not None})
+                yield ShownGrads({self._names[p]: p.grad for p in params if p.grad is not None})
             self._is_shown = False
             self._versions.note(self.parameters())
         except BaseException:  # Ctrl-C may have ended that, too
@@ -347,7 +336,9 @@ class Gradients:
 
     @property
     def stamps(self) -> Mapping[int, Stamp]:
-        """The gradients as they were left, by the parameters' ids."""
+        """The gradients as they were left, by the parameters' ids, and as a backward pass that runs has left them so far."""
+        if self._pending is not None and self._pending.broken and graph_task_id() != -1:
+            self._versions.note(self.parameters())
         return self._versions.stamps
 
     def parameters(self) -> list[Tensor]:

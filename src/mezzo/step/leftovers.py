@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._torch import own_modules, own_parameters
+from .._torch import STEPPED_IN_BACKWARD, own_modules, own_parameters
 from ..errors import StepError, kind_of, listed
 from ..formats import LOW_DTYPES, dtype_name
 from ..kernels import move
@@ -49,10 +49,10 @@ class Leftovers:
         self.num_unstepped = 0
         self.forget()
 
-    def note_begun(self) -> None:
+    def note_begun(self, scale: Tensor | None) -> None:
         """Say in the log, once, that losses go backward under a loss scale and nothing is stepped. Host only."""
         self.num_unstepped += 1
-        if self.num_unstepped == 3:
+        if scale is not None and self.num_unstepped == 3:
             _log.warning(
                 "three losses went backward without amp.step(), and their gradients are multiplied by the loss scale: an update by hand takes steps that are too "
                 "large by it. Write amp.step(); for updates by hand amp.grad(loss, list(model.parameters())), or read .grad inside `with amp.unscaled_grads():`."
@@ -329,6 +329,11 @@ def why_no_gradients(
             f"step() found no gradients: the loss reaches {len(reached)} parameters of the model, but none of the "
             f"optimizer's {len(trainable)} ({listed([names[p] for p in trainable])}). "
             "Step the optimizer whose parameters this loss trains, or check where the graph is cut."
+        )
+    if any(hasattr(p, STEPPED_IN_BACKWARD) for p in trainable):
+        return (
+            "step() found no gradients: _apply_optimizer_in_backward of torch has optimizers of its own step in the backward pass, and drops "
+            "what they stepped with. Leave it out, and amp.step() steps those that were prepared."
         )
     if not was_reached:
         return (
