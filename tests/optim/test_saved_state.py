@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import mezzo
 from mezzo.errors import CheckpointError
-from mezzo.optim import check_saved
+from mezzo.optim import MOMENTS, check_saved
 
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "mezzo.AdamW": lambda p: mezzo.optim.AdamW(p, master="split"),
@@ -116,3 +117,25 @@ def test_what_the_inner_optimizer_stumbles_over_leaves_it_as_it_was(state: dict[
     torch.testing.assert_close(now["state"], before["state"], rtol=0, atol=0)
     assert now["param_groups"] == before["param_groups"]
     optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.optim.NAdam, torch.optim.RAdam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad]
+)
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16-master"])
+def test_a_moment_that_is_sparse_is_refused_where_torch_steps_dense_ones(kind: Any, policy: str) -> None:
+    def take(amp: mezzo.Stepper) -> None:
+        amp.zero_grad()
+        amp.backward(amp.model(torch.ones(3, 4)).square().mean())
+        assert amp.step()
+
+    model = torch.nn.Linear(4, 1)
+    amp = mezzo.prepare(model, kind(model.parameters(), lr=0.1), policy)
+    take(amp)
+    saved = copy.deepcopy(amp.state_dict())
+    entry = saved["optimizers"][0]["state"][0]
+    name = next(name for name, value in entry.items() if name in MOMENTS | {"sum"} and isinstance(value, Tensor))
+    entry[name] = entry[name].to_sparse()
+    with pytest.raises(CheckpointError, match=f"{name}.*sparse"):
+        amp.load_state_dict(saved)
+    take(amp)

@@ -180,7 +180,7 @@ def _check_entry(part: str, entry: Mapping[str, Any], param: Tensor, optimizer: 
                 refuse(where, f"is {describe(value)}, and must be {dtype_name(wanted)}")
         elif is_known and name in MOMENTS:
             if value is not None or name != _NONE_YET:
-                check_tensor(where, value, param, may_be_sparse=is_torchs(optimizer))
+                check_tensor(where, value, param, may_be_sparse=is_torchs(optimizer) and name == "momentum_buffer")
             if value is not None and value.is_complex() is not param.is_complex():
                 refuse(where, f"is {value.dtype}, and the parameter {param.dtype}")
         elif isinstance(now, Tensor) and now.dim() > 0:
