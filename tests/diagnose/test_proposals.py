@@ -73,6 +73,28 @@ def test_a_planted_imprecise_module_is_named_first_and_mended() -> None:
         assert length(p.gain) == pytest.approx(after / before, rel=2 * relative(torch.float32, TERMS) / after)
 
 
+@pytest.mark.parametrize(
+    ("policy", "weight", "best", "is_named"),
+    [("fp16, scaling=none", 1e-8, "scaling=dynamic", True), ("fp16", 1e-14, "compute=bf16", True), ("fp16, scaling=none", 1e-5, "scaling=dynamic", False)],
+)  # fmt: skip
+def test_gradients_that_16_bit_flushed_are_named_and_kept_by_an_edit(
+    policy: str, weight: float, best: str, is_named: bool
+) -> None:
+    """They are as far from fp32 as they are long: 0 dB."""
+
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).float().square().mean() * weight
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)), torch.randn(8, 16)
+    found = diagnose.compare(model, x, loss_of, policy)
+    is_told = f"gradients that are 0 at loss scale {found.measurement.scale:g}" in found.document().verdict
+    assert is_told is is_named, found.document().verdict
+    assert best in [p.edit for p in found.proposals] and found.proposals[0].gain > 20
+    better = diagnose.compare(model, x, loss_of, f"{policy}, {found.proposals[0].edit}", tries=0).measurement
+    assert better.figure == pytest.approx(found.proposals[0].gradients) and better.figure > 30
+
+
 def worth(p: Proposal) -> float:
     return p.gain - DB_FOR_ALL_WORK * p.cost
 

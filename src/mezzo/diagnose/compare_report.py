@@ -99,6 +99,7 @@ class StepFidelity:
         gradients: of all parameters, as one vector; None without gradients.
         modules: in the order they first computed.
         flops: floating-point operations of the step, in any format.
+        flushed: share of the gradients' error, in energy, that lies in elements that are 0 under the policy.
         unseen: (kernel, calls) of ops that have no fp32 counterpart; their results count as exact.
         flaw: why the step says nothing of its agreement, such as a loss that is NaN in fp32 too; empty if it does.
     """
@@ -113,6 +114,7 @@ class StepFidelity:
     ops: tuple[OpError, ...]
     parameters: tuple[GradientError, ...]
     flops: int
+    flushed: float
     unseen: tuple[tuple[str, int], ...]
     flaw: str
 
@@ -205,8 +207,13 @@ class CompareReport(Report):
                 f"module {first.path}{line and f' at {line}'}; {best}."
             )
         off = 10 ** (-m.figure / 20)
-        percent = f"{off:.2g}" if math.isinf(m.figure) else f"{100 * off:.2g} %"
-        return f"The {what} agree with fp32 to {_db(m.figure)}, {percent} off; {best}."
+        percent = f"{off:.2g}" if math.isinf(m.figure) else f"{100 * off:.3g} %"
+        flushed = (
+            f", most of it gradients that are 0 at loss scale {m.scale:g}"
+            if m.figure < GOOD_DB and m.flushed > 1 / 2
+            else ""
+        )
+        return f"The {what} agree with fp32 to {_db(m.figure)}, {percent} off{flushed}; {best}."
 
 
 _TRACED = " Put one step in fp32 into `with mezzo.diagnose.trace(model) as t:` to have the op that makes the first one named in t.report."

@@ -16,7 +16,7 @@ from ..errors import ConfigError, shown
 from ..formats import dtype_name, is_count, number_of
 from ..kernels import any_dtensor
 from ..policy import Policy, PolicyLike, as_policy
-from ..trace import OUTSIDE, check_model, floating, run_eagerly
+from ..trace import OUTSIDE, check_model, floating, length, run_eagerly
 from .compare_report import Agreement, CompareReport, GradientError, ModuleError, OpError, StepFidelity
 from .comparing_mode import ComparingMode, Maker, OpKey, Tally
 from .proposals import try_edits
@@ -117,10 +117,12 @@ def measure(model: nn.Module, batch: Any, loss_fn: LossFn | None, policy: Policy
             loss = loss_of(bound, batch, loss_fn)
             backward(loss.float(), scale)
         grads = _grads(bound)
-        each = []
+        each, flushed = [], 0.0
         for name, grad in grads:
             mode.count_result(grad, is_weight=True)
             each.append((name, mode.fp32.tally(grad)))
+            if (full := mode.fp32.full(grad)) is not None:
+                flushed += length(full[grad == 0]) ** 2
         mode.count_result(loss)
         reference = mode.fp32.full(loss)
     gradients = Tally()
@@ -137,6 +139,7 @@ def measure(model: nn.Module, batch: Any, loss_fn: LossFn | None, policy: Policy
         ops=tuple(_op_error(key, tally, mode.low_flops[key]) for key, tally in mode.ops.items()),
         parameters=_gradient_errors(each, gradients),
         flops=mode.flops,
+        flushed=flushed / (gradients.noise[2] or 1.0),
         unseen=tuple(mode.unseen.items()),
         flaw=_flaw(mode, grads, loss, gradients if grads else mode.outputs),
     )
@@ -196,7 +199,9 @@ def compare(
     found = measure(model, batch, loss_fn, chosen, scale)
 
     def again(edit: str) -> StepFidelity:
-        return measure(model, batch, loss_fn, Policy.parse(f"{chosen}, {edit}"), scale)
+        policy = Policy.parse(f"{chosen}, {edit}")
+        at = scale if policy.scaling == chosen.scaling else _usable_scale(model, batch, loss_fn, policy)
+        return measure(model, batch, loss_fn, policy, at)
 
     proposals, tried = try_edits(found, again, 0 if found.flaw else tries)
     return CompareReport(model=type(model).__name__, measurement=found, proposals=tuple(proposals), tried=tuple(tried))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import chain, zip_longest
 
 from ..policy import ModuleRule, Rule, known_ops, write_module_rule, write_op_rule
-from .compare_report import WORTH_DB, ModuleError, Proposal, StepFidelity
+from .compare_report import GOOD_DB, WORTH_DB, ModuleError, Proposal, StepFidelity
 
 DEAR = 0.5
 """A rule that takes more of the work than this to fp32 is no rule but another policy."""
@@ -19,6 +19,8 @@ DB_FOR_ALL_WORK = 20.0
 """What taking all of a step to fp32 must gain to be worth it: 2 dB, the least that counts, for each tenth of the work."""
 _STANDS_OUT = 10.0
 """Times the mean error of the others, in energy."""
+_OF_RANGE = ("scaling=dynamic", "compute=bf16")
+"""Edits that keep gradients too small for fp16."""
 _CASTS = frozenset({"to", "type", "float", "half", "bfloat16", "double"})
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
@@ -154,7 +156,9 @@ def try_edits(
     Returns:
         Those that pay, and what they give together, by gain for cost, the best first; and the edits tried by themselves.
     """
-    chosen = candidates(found, tries)
+    is_small = -math.inf < found.figure < GOOD_DB and any(op.dtype == "fp16" for op in found.ops)
+    of_range = [_candidate(found, edit, (), 0.0) for edit in _OF_RANGE if is_small]
+    chosen = [*of_range, *candidates(found, tries)][:tries]
     results = [proposal(candidate.edit, found, again(candidate.edit)) for candidate in chosen]
     worthy = [pair for pair in zip(chosen, results, strict=True) if pair[1].gain >= WORTH_DB]
     paying = [result for _, result in worthy]
