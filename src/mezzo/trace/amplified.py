@@ -27,6 +27,10 @@ _MOVES = frozenset("index gather index_select take masked_select clone copy to e
 """Ops that make no error of what they are given alone, but may show one: they move it, or scale it by a number."""
 _LOGARITHMS = frozenset({"log", "log2", "log10", "log1p"})
 """Ops whose gradient is right where their argument is."""
+_SHARED = frozenset(
+    {"logsumexp", "add", "sub", "to", "copy", "clone", "cat", "stack", "index", "gather", "index_select", "where"}
+)
+"""Ops through which the gradient of a logsumexp goes back whole."""
 _EQUALS = frozenset({"eq", "ne", "equal", "unique2", "unique_dim", "unique_consecutive"})
 _COMPARES = _EQUALS | {"lt", "le", "gt", "ge"}
 _PICKS = (
@@ -76,6 +80,7 @@ class Amplified:
         self.local = WideValues()  # of all since the last layers, had it run in fp32
         self._behind_close = WideValues()  # and of a layer whose results lie close together, as they are
         self._weights: StorageNotes[bool] = StorageNotes()
+        self._shares = WideValues()  # by how much the gradient that comes back through logsumexps is off
 
     def model(self, model: nn.Module) -> None:
         """Take note of the weights of a model that is about to run. Syncs: no."""
@@ -136,8 +141,11 @@ class Amplified:
         """Look at ops whose gradient is wrong where rounding leaves the result right: logsumexp, a cross entropy of probabilities. Syncs: there."""
         found: tuple[float, str, LintCase] | None = None
         name = call.facts.name if call.is_tracked else ""
-        if name == "logsumexp" and call.out[0].dtype in LOW_DTYPES and (off := _weights_off(call)) > _SEEN:
-            found = off, number(amax(call.out[0])), "weights"
+        shares = self._shared(call) if name in _SHARED else None
+        self._shares.put_results(call, shares)
+        if name == "logsumexp" and shares and call.out[0].dtype in LOW_DTYPES:
+            off = share_off(1 + shares[0], torch.ones_like(shares[0]))
+            found = (off, number(amax(call.out[0])), "weights") if off > _SEEN else None
         elif name == "binary_cross_entropy":
             wide = self._reference.get(call.originals[0])
             lost = 0.0 if wide is None else _without_slope(call, wide)
@@ -149,6 +157,20 @@ class Amplified:
                 dtype=dtype_name(self._reference.low), what=what, value=value, case=case,
             )  # fmt: skip
             self.tell(lint, site.step)
+
+    def _shared(self, call: Call) -> list[Tensor] | None:
+        """Return by how much the gradients are off that come back through results: a logsumexp shares them out by e^(x - result) of its result as it was rounded. Syncs: no."""
+        known = self._shares.known(call)
+        if call.facts.name != "logsumexp":
+            return run_in_fp32(call, {id(t): torch.zeros_like(t) for _, t in call.inputs} | known) if known else None
+        given, dims = call.inputs[0][1].detach().float(), call.named["dim"]
+        if not known and call.out[0].dtype not in LOW_DTYPES:
+            return None
+        found = call.out[0].detach().float()
+        for dim in () if call.named.get("keepdim") else sorted(d % given.dim() for d in dims):
+            found = found.unsqueeze(dim)
+        sums = ((given - found).exp() * (1 + known.get(id(call.inputs[0][1]), torch.zeros(())))).sum(dims)
+        return [sums.nan_to_num(1.0, 1.0, 1.0).view_as(call.out[0]) - 1]
 
     def _maker(self, call: Call, site: Site, *, is_wrong: bool = True) -> Site:
         """Return where what is wrong in a result was made: before, if the op only moves it, or reads it as wrong as that. Syncs: if it is wrong."""
@@ -168,9 +190,11 @@ class Amplified:
         return read.numel() == 1 and (len(call.inputs) == 1 or is_term)
 
     def loss(self, loss: Tensor, step: int, of_risks: bool) -> None:
-        """Take note of what backward starts from, and whether a wrong value counts where its gradient is right. Host only."""
-        self._steps.add(step)
-        error = None if (value := plain(loss)) is None else self._errors.get(value)
+        """Take note of what backward starts from, and whether a wrong value counts where its gradient is right. Syncs: yes."""
+        value = plain(loss)
+        if value is None or is_finite(value):  # what is felt behind others is no rounding
+            self._steps.add(step)
+        error = None if value is None else self._errors.get(value)
         if error and error.lint and (error.is_used or (of_risks and error.lint.site.op in _LOGARITHMS)):
             self.tell(error.lint, step)
 
@@ -190,7 +214,10 @@ class Amplified:
 
     def tell(self, lint: Lint, *steps: int) -> None:
         """Take note of what a gradient felt in some steps. Host only."""
-        self._found.setdefault((str(lint.site.frame), lint.kernel), (lint, set()))[1].update(steps)
+        key = str(lint.site.frame), lint.kernel
+        first, felt = self._found.get(key, (lint, set()))
+        is_larger = (lint.case, lint.site.step) == (first.case, first.site.step) and lint.value > first.value
+        self._found[key] = lint if is_larger else first, felt.union(steps)
 
 
 class RoundedIndices:
@@ -278,16 +305,6 @@ def _are_too_close(tensor: Tensor, wide: Tensor) -> bool:
         return False
     rows = wide.reshape(-1, wide.shape[-1])
     return 0 < _WRONG * float((rows - rows.mean(0)).norm()) < float((wide.to(tensor.dtype) - wide).norm()) < math.inf
-
-
-def _weights_off(call: Call) -> float:
-    """Return how far from 1 those weights sum up by which a logsumexp shares out its gradient, each e^(x - result) of the result as it was rounded. Syncs: yes."""
-    given, dims = call.inputs[0][1].detach().float(), call.named["dim"]
-    found = call.out[0].detach().float()
-    for dim in () if call.named.get("keepdim") else sorted(d % given.dim() for d in dims):
-        found = found.unsqueeze(dim)
-    sums = (given - found).exp().sum(dims).nan_to_num(1.0, 1.0, 1.0)
-    return share_off(sums, torch.ones_like(sums))
 
 
 def _without_slope(call: Call, wide: Tensor) -> float:

@@ -100,15 +100,21 @@ def find(record: TraceRecord) -> tuple[Finding, ...]:
     found += _of_flushed(record, bool(found))
     found += [_of_trend(record, t) for t in trends(record.sizes)[:1] if not found]
     found += _of_lost_updates(record.lost)
-    found += [_of_lint(x, explain_lint(x)) for x in record.lints if x.rule in FAULTY_RULES]
+    found += [_of_lint(x, explain_lint(x)) for x in record.lints if x.rule in FAULTY_RULES or _blew_up(x, record)]
     early = _BEFORE | {f.verdict for f in found if _made_large(f, found[0])}
-    found.sort(key=lambda f: f.verdict not in early)
+    found.sort(key=lambda f: (f.verdict != "amplified-rounding", f.verdict not in early))
     merged = _merged(found)
     # what a step that was taken left whole was some other optimizer's, which drops it
     bad = {n for f in merged if not f.is_fault for n in f.steps} - record.taken
     # a scaler found its level: it left out each step that overflowed, and a step was taken after the last of them
     is_level = record.skipped >= len(bad) and record.updates > 0 and record.steps - 1 > max(bad, default=0)
     return tuple(sorted((f for f in merged if f.is_fault or not is_level), key=lambda f: not f.is_fault))
+
+
+def _blew_up(lint: Lint, record: TraceRecord) -> bool:
+    """Say whether a gradient was off by more than half of itself when, or before, a step blew the weights up."""
+    is_wrong = lint.case == "weights" and lint.value > 1 / 2
+    return is_wrong and any(x.rule == "exploding-step" and lint.site.step <= x.site.step for x in record.lints)
 
 
 def _made_large(step: Finding, first: Finding) -> bool:
@@ -326,7 +332,7 @@ def _of_lost_updates(lost: tuple[LostUpdate, ...]) -> list[Finding]:
 
 def _of_lint(lint: Lint, said: LintWarning) -> Finding:
     """Report a loop that is wrong whatever the numbers."""
-    called = FAULTY_RULES[lint.rule] if lint.case != "hook" else ""
+    called = FAULTY_RULES.get(lint.rule) if lint.case != "hook" else ""
     site = replace(lint.site, phase="optimizer", op=called) if called else lint.site
     return _at(site, verdict=lint.rule, why=said.why, fix=Fix(advice=said.advice), steps=(site.step,))
 

@@ -15,7 +15,7 @@ from .records import Event, Wide
 Verdict = Literal[
     "overflow", "underflow", "singularity", "loss-scale", "inherited", "exploding", "vanishing", "lost-update",
     "clip-before-unscale", "scaled-step", "zero-learning-rate", "cleared-gradients", "zero-gradients", "exploding-step",
-    "exploding-loop", "uncleared-gradients", "no-gradients", "ids-in-16-bit", "stale-cast",
+    "exploding-loop", "uncleared-gradients", "no-gradients", "ids-in-16-bit", "stale-cast", "amplified-rounding",
 ]  # fmt: skip
 """Kinds of fault.
 
