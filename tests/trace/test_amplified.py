@@ -373,3 +373,21 @@ def test_probabilities_that_rounding_made_0_or_1_against_their_targets_are_named
     report = traced(loss_of)
     assert named(report) == ["loss_of"] * is_named
     assert is_named == ("binary_cross_entropy_with_logits" in str(report))
+
+
+@pytest.mark.parametrize(("weight", "is_named"), [(1.0, False), (0.0, True)])
+def test_what_a_straight_through_estimator_rounds_is_named_where_it_counts(weight: float, is_named: bool) -> None:
+    """Beside what it is added to, the rest of a fake quantisation is small; alone it is the result."""
+    torch.manual_seed(0)
+    m, x = nn.Linear(8, 8), torch.randn(64, 8)
+
+    def gradient(dtype: torch.dtype) -> Tensor:
+        h = (m(x) * 2).to(dtype)
+        rest = ((h / 0.05).round() * 0.05 - h).detach()
+        loss = ((weight * h + (1 - weight) * m(x) * rest + rest).float() - weight * x).square().mean()
+        return torch.autograd.grad(loss, m.weight)[0]
+
+    right = gradient(FP32)
+    with diagnose.trace(m) as t:
+        off = float((gradient(BF16) - right).norm() / right.norm())
+    assert (off > 1 / 8) is is_named and bool(named(t.report, "amplified-rounding")) is is_named, (off, t.report)

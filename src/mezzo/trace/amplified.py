@@ -54,6 +54,7 @@ class _Error:
         lint: the op that made rounding large; None where none did.
         is_used: whether a gradient depends on what is wrong.
         maker: the op that made the value, or what was wrong in it before.
+        is_tracked: whether a gradient goes back through the op that made it, and so no data.
         close: the layer whose rows lie closer together than 16-bit numbers, if it comes from one.
     """
 
@@ -62,6 +63,7 @@ class _Error:
     close: str
     lint: Lint | None = None
     is_used: bool = False
+    is_tracked: bool = False
 
 
 class Amplified:
@@ -103,8 +105,9 @@ class Amplified:
         is_layer = has_weight and is_product(call.func)
         if has_weight and call.facts.name == "to":
             self._weights.note(call.out[0], True)
+        offs = [share_off(tensor, value) for tensor, value in zip(call.out, wide, strict=True)]
         for tensor, error in given:
-            if error.lint and (is_layer or _is_data(call, tensor, error)):
+            if error.lint and (is_layer or _is_data(call, tensor, error, max(offs, default=0.0))):
                 self.tell(error.lint, site.step)
         lasts = wrong is not None and wrong.is_used and read is not None and self._carries(call, read)
         close, known = next((e.close for _, e in given if e.close), ""), self.local.known(call)
@@ -114,8 +117,8 @@ class Amplified:
             close = "" if is_excused else f"{site.op} (module {site.path})"
         local = None if is_excused else run_in_fp32(call, known)
         maker = wrong.lint.site if wrong and wrong.lint else self._maker(call, site, is_wrong=False)
-        for tensor, value, alone, behind in zip(call.out, wide, local or wide, cut or call.out, strict=True):
-            off, kept, is_used = share_off(tensor, value), alone, False
+        for tensor, off, value, alone, behind in zip(call.out, offs, wide, local or wide, cut or call.out, strict=True):
+            kept, is_used = alone, False
             right, lint = min(_WRONG, off / 4), None
             if local is None:
                 self.local.forget(tensor)
@@ -134,7 +137,7 @@ class Amplified:
                     is_used = not _is_linear(call, None) and call.facts.name not in _LOGARITHMS
             if local is not None:
                 self.local.put(tensor, kept)
-            self._errors.note(tensor, _Error(off, maker, close, lint, is_used))
+            self._errors.note(tensor, _Error(off, maker, close, lint, is_used, call.is_tracked))
         self._behind_close.put_results(call, [t.detach().float() for t in cut or call.out] if close else None)
 
     def slope(self, call: Call, site: Site) -> None:
@@ -324,10 +327,10 @@ def _is_answered_by_rounding(call: Call, known: dict[int, Tensor]) -> bool:
     return name in _EQUALS | FACTORIZATIONS or (name in _COMPARES and any(share_off(*pair) > _TURNED for pair in asked))
 
 
-def _is_data(call: Call, read: Tensor, error: _Error) -> bool:
-    """Say whether a wrong tensor without a gradient, as a target is, meets what has one. Syncs: no."""
+def _is_data(call: Call, read: Tensor, error: _Error, off: float) -> bool:
+    """Say whether a wrong tensor without a gradient, as a target is, meets what has one; what was detached, if the result is off too. Syncs: no."""
     is_fixed = read.dim() > 0 and not call.original(read).requires_grad
-    return call.is_tracked and is_fixed and error.off > _WRONG
+    return call.is_tracked and is_fixed and error.off > _WRONG and (off > _SEEN or not error.is_tracked)
 
 
 def _is_linear(call: Call, read: Tensor | None) -> bool:
