@@ -166,14 +166,8 @@ class Amplified:
         known = self._shares.known(call)
         if call.facts.name != "logsumexp":
             return run_in_fp32(call, {id(t): torch.zeros_like(t) for _, t in call.inputs} | known) if known else None
-        given, dims = call.inputs[0][1].detach().float(), call.named["dim"]
-        if not known and call.out[0].dtype not in LOW_DTYPES:
-            return None
-        found = call.out[0].detach().float()
-        for dim in () if call.named.get("keepdim") else sorted(d % given.dim() for d in dims):
-            found = found.unsqueeze(dim)
-        sums = ((given - found).exp() * (1 + known.get(id(call.inputs[0][1]), torch.zeros(())))).sum(dims)
-        return [sums.nan_to_num(1.0, 1.0, 1.0).view_as(call.out[0]) - 1]
+        wide = run_in_fp32(call, {id(t): t.detach().float() + known[id(t)].log1p() for _, t in call.inputs if known})
+        return wide and [(wide[0] - call.out[0].detach().float()).expm1().nan_to_num(0.0, 0.0, 0.0)]
 
     def _maker(self, call: Call, site: Site, *, is_wrong: bool = True) -> Site:
         """Return where what is wrong in a result was made: before, if the op only moves it, or reads it as wrong as that. Syncs: if it is wrong."""
