@@ -272,15 +272,12 @@ class Trace:
             spoiled = [(n, b) for n, b in module.named_buffers() if self._collector.was_spoiled(n, b)]
             buffers = [(n, b) for n, b in spoiled if not is_finite(b)]
             outputs = [(f"{n} of {place.root}", t, grad) for n, t, grad in tensors if not is_finite(t)]
-        for name, tensor, grad in outputs:
-            if grad:
-                # what still leads to a loss is judged there
-                self._pending.add(tensor, self._collector.sink_of("output", name, tensor))
         for name, buffer in buffers:
             self._collector.reach(self._collector.sink_of("buffer", name, buffer))
         for name, tensor, grad in outputs:
-            if not grad:
-                self._collector.reach(self._collector.sink_of("output", name, tensor))
+            sink = self._collector.sink_of("output", name, tensor)
+            # what still leads to a loss is judged there
+            self._pending.add(tensor, sink) if grad else self._collector.reach(sink)
 
     def _size(self, kind: Any, name: str, cls: str, key: int, tensor: Tensor, root: str = "") -> None:
         call = self._calls.get((key, self._context.step), 0)
