@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.step.test_interrupted import interrupted
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
@@ -99,3 +100,19 @@ def test_a_healthy_step_allocates_nothing_for_them() -> None:
     files = {trace.traceback[0].filename for trace in taken.traces}
     assert any("mezzo/step" in file for file in files), "the snapshot sees the step"
     assert [file for file in files if file.startswith(str(TOOLS)) or file.endswith("step/replay.py")] == []
+
+
+def test_a_watch_that_is_interrupted_as_it_begins_leaves_nothing_on() -> None:
+    def on() -> list[int]:
+        of_steps = optimizer_hooks._global_optimizer_pre_hooks, optimizer_hooks._global_optimizer_post_hooks
+        of_weights = [p._post_accumulate_grad_hooks or () for p in model.parameters()]  # type: ignore[attr-defined]
+        return [*map(len, (*of_steps, *of_weights, *(m._forward_hooks for m in model.modules())))]
+
+    model, at, made, left = Net(), 0, list[diagnose.Watch](), list[int]()
+    before = on()
+    while interrupted(lambda: made.append(diagnose.watch(model)), at):
+        left += [at] if on() != before else []
+        at += 1
+        assert len(left) < 2, left  # it is made, and handed over by the last line
+    assert left in ([], [at - 1]) and at > 50 and on() != before
+    made[0].close()

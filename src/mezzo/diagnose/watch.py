@@ -85,16 +85,19 @@ class Watch(AbstractContextManager["Watch"]):
         self._unread: list[tuple[int, StepResult, list[Tensor]]] = []
         self._steps: list[StepRecord] = []
         self._spent_s, self._started = 0.0, time.perf_counter()
-        self._on, self._sampling = ExitStack(), list[Any]()
+        self._sampling: list[Any] = []
         self._stepping: list[Optimizer] = []
         self._before: _Before | None = None
-        self._arm()
-        if amp is None:
-            self._on.callback(optimizer_hooks.register_optimizer_step_pre_hook(self._before_update).remove)
-            self._on.callback(optimizer_hooks.register_optimizer_step_post_hook(self._after_update).remove)
-        else:
-            self._note_masters(amp.optimizers)
-            self._on.callback(cover(amp, step=self._step, backward=self._backward))
+        with ExitStack() as on:  # Ctrl-C inside of it leaves nothing on
+            on.callback(self._disarm)
+            self._arm()
+            if amp is None:
+                on.callback(optimizer_hooks.register_optimizer_step_pre_hook(self._before_update).remove)
+                on.callback(optimizer_hooks.register_optimizer_step_post_hook(self._after_update).remove)
+            else:
+                self._note_masters(amp.optimizers)
+                on.callback(cover(amp, step=self._step, backward=self._backward))
+            self._on = on.pop_all()
 
     def __repr__(self) -> str:
         return f"<watch of {self._seen} {plural('step', self._seen)}: its .report says what it found>"
@@ -105,15 +108,14 @@ class Watch(AbstractContextManager["Watch"]):
 
     def _arm(self) -> None:
         """Put hooks on the tensors of a step that is sampled, and take them off those of any other."""
-        if self._sampling and not self._is_sampling:
+        if not self._is_sampling:
             self._disarm()
-        if self._sampling or not self._is_sampling:
-            return
-        for row, (_, module) in enumerate(self._leaves):
-            self._sampling.append(module.register_forward_hook(Inert(self._on_output, row)))
-        for row, (_, parameter) in enumerate(self._parameters, self._first_gradient):
-            hook = partial(self._on_gradient, row)
-            self._sampling.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]  # torch's own
+        elif not self._sampling:
+            for row, (_, module) in enumerate(self._leaves):
+                self._sampling.append(module.register_forward_hook(Inert(self._on_output, row)))
+            for row, (_, parameter) in enumerate(self._parameters, self._first_gradient):
+                hook = partial(self._on_gradient, row)
+                self._sampling.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]  # torch's own
 
     def _disarm(self) -> None:
         while self._sampling:
@@ -275,9 +277,8 @@ class Watch(AbstractContextManager["Watch"]):
         self._sampled.clear()
 
     def _compute(self) -> torch.dtype:
-        if self._amp is not None:
-            return self._amp.policy.compute or torch.float32
-        return next((dtype for dtype in LOW_DTYPES if dtype in self._dtypes), torch.float32)
+        low = next((dtype for dtype in LOW_DTYPES if dtype in self._dtypes), torch.float32)
+        return low if self._amp is None else self._amp.policy.compute or torch.float32
 
     @property
     def report(self) -> WatchReport:
@@ -310,8 +311,8 @@ class Watch(AbstractContextManager["Watch"]):
         """Return what was sampled of each tensor; of a weight, how many of its updates were lost. Syncs: yes."""
         rows: list[tuple[Kind, str, float]] = [("activation", name, 0.0) for name, _ in self._leaves]
         rows += [("gradient", name, 0.0) for name, _ in self._parameters]
-        for (name, _), meant, lost in zip(self._parameters, *self._moved.tolist(), strict=True):
-            rows.append(("weight", name, lost / meant if meant else 0.0))
+        counts = zip(self._parameters, *self._moved.tolist(), strict=True)
+        rows += [("weight", name, lost / meant if meant else 0.0) for (name, _), meant, lost in counts]
         sampled = zip(rows, self._rows.histograms(), self._rows.filled, strict=True)
         return tuple(
             TensorRecord(kind=kind, name=name, histogram=histogram, lost=share)
@@ -328,7 +329,6 @@ class Watch(AbstractContextManager["Watch"]):
 
     def close(self) -> None:
         """Stop watching. What was seen stays. Writes: hooks, and `step` of the stepper, as they were."""
-        self._disarm()
         self._on.close()
 
     def __exit__(self, *error: object) -> None:
