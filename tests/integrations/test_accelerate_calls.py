@@ -117,3 +117,21 @@ def test_a_policy_that_is_none_is_named_before_what_accelerate_lacks(monkeypatch
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")  # which it cannot import
     with pytest.raises(PolicyError, match="unknown preset 'bf17'"):
         Accelerator(cpu=True, policy="bf17")
+
+
+def test_schedules_of_two_optimizers_stay_where_their_own_step_was_skipped() -> None:
+    """An optimizer's answer was that of whichever stepped last: the skipped one's schedule moved, or the other's did not."""
+    accelerator, model = Accelerator(cpu=True, policy="fp16, scaling.init_scale=1024"), loops.make_model()
+    params = list(model.parameters())
+    both = [torch.optim.SGD(group, lr=1.0) for group in (params[:2], params[2:])]
+    schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) for optimizer in both]
+    model, *prepared = accelerator.prepare(model, *both, *schedules)
+    both, schedules = prepared[:2], prepared[2:]
+    accelerator.backward(model(torch.ones(2, 6)).square().mean())
+    with accelerator.stepper.unscaled_grads():
+        params[0].grad.fill_(float("inf"))
+    for part in (*both, *schedules):
+        part.step()
+    assert [optimizer.step_was_skipped for optimizer in both] == [True, False]
+    assert accelerator.optimizer_step_was_skipped
+    assert [optimizer.param_groups[0]["lr"] for optimizer in both] == [1.0, 0.5]

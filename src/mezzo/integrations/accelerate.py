@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..distributed import fully_shard, load_checkpoint, save_checkpoint
 from ..errors import PolicyError, StepError
 from ..policy import PolicyLike, as_policy
-from ..step import Stepper, answers_misfits
+from ..step import Stepper, StepResult, answers_misfits
 from .adapter import Adapter, calls, innermost_optimizer
 
 try:
@@ -53,17 +53,18 @@ class _Optimizer(AcceleratedOptimizer):
     def __init__(self, optimizer: Optimizer, adapter: Adapter) -> None:
         super().__init__(optimizer, device_placement=False)
         self._adapter = adapter
+        self._result: StepResult | None = None
 
     @answers_misfits("optimizer.step()", _CLIPS)
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Take the step, in the last micro-batch of several."""
         if self.gradient_state.sync_gradients:
-            self._adapter.step(self.optimizer, closure)
+            self._result = self._adapter.step(self.optimizer, closure)
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step left everything as it was. Syncs: once a step."""
-        return self._adapter.was_skipped
+        """Whether the last step of this one left everything as it was. Syncs: once a step."""
+        return self._result is not None and not self._result.applied
 
 
 class Accelerator(accelerate.Accelerator):

@@ -84,11 +84,6 @@ class Adapter:
             )
         return self._stepper
 
-    @property
-    def was_skipped(self) -> bool:
-        """Whether the last step left everything as it was. Syncs: once a step."""
-        return self.result is not None and not self.result.applied
-
     def prepare(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         """Bind the policy to models, and own the steps of the optimizers; see `mezzo.prepare`.
 

@@ -202,7 +202,8 @@ class MezzoPrecision(Precision):
         before = {name: method for name, method in own.items() if name == "lr_scheduler_step"}
 
         def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
-            if id(scheduler) not in each_step or not self._adapter.was_skipped:
+            last = self._adapter.result
+            if id(scheduler) not in each_step or last is None or last.applied:
                 step(scheduler, metric)
 
         own["lr_scheduler_step"] = lr_scheduler_step
