@@ -290,3 +290,27 @@ def test_a_function_of_model_that_ends_the_program_is_said(tmp_path: Path, capsy
     (tmp_path / "ends.py").write_text("def build():\n    raise SystemExit(5)\n")
     assert main(["doctor", "--model", f"{tmp_path / 'ends.py'}:build"]) == 3
     assert "ends.py:build ended by itself with SystemExit(5)" in capsys.readouterr().err
+
+
+def test_a_script_that_moves_and_takes_standard_output_over_is_told_where_it_was_asked(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As hydra and loggers do: the report went into the script's log, and the page into its folder."""
+    (tmp_path / "elsewhere").mkdir()
+    moves = "import io, os, sys\nos.chdir('elsewhere')\nsys.stdout = io.StringIO()\n"
+    Path(path).write_text(moves + SCRIPT, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert main(["doctor", "--html", "page.html", path]) == 0
+    assert capsys.readouterr().out.startswith("mezzo trace of Linear: 1 step, ")
+    assert (tmp_path / "page.html").is_file() and not any((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_script_that_ends_by_an_error_of_its_own_kind_is_not_healthy(
+    path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No Exception, as the cancelled task of an event loop is none: it ended the command too, with the exit code of a fault."""
+    Path(path).write_text(f"class Ended(BaseException):\n    pass\n{SCRIPT}\nraise Ended('mine')\n", encoding="utf-8")
+    assert main(["doctor", path]) == 3
+    told = capsys.readouterr()
+    assert "the program ended by itself with Ended('mine')" in " ".join(told.out.split())
+    assert "mezzo doctor: the script ended by itself with Ended('mine')." in told.err

@@ -8,7 +8,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Sequence
-from contextlib import nullcontext, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import TracebackType
 
@@ -125,7 +125,8 @@ def run(argv: Sequence[str]) -> int:
     except SystemExit as end:
         return HEALTHY if end.code in (None, 0) else BAD_INPUT
     _check(options)
-    with redirect_stdout(sys.stderr) if options.json else nullcontext():
+    options.html = options.html and options.html.absolute()
+    with redirect_stdout(sys.stderr if options.json else sys.stdout), redirect_stderr(sys.stderr):
         if options.model is not None:
             try:
                 report: Report = check_up(options.model, options.policy)

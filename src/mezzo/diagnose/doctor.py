@@ -143,7 +143,7 @@ def _end_of(run: Callable[[], None]) -> tuple[BaseException | None, str]:
         return None, "by the keyboard"
     except SystemExit as end:
         return end if end.code not in (None, 0) else None, ""
-    except Exception as failure:
+    except BaseException as failure:
         return failure, ""
     return None, ""
 

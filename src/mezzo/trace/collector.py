@@ -86,15 +86,15 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         self.ops = self.skipped = 0
         self._was_updated = self.has_gone_backward = False
         self._factored: tuple[Call, Site] | None = None
-        self._stop_with: BaseException | None = None
+        self.stop_with: BaseException | None = None
         self._stops_left, self._reached_step = 0, -1
 
     def run_op(self, func: OpOverload[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one op and check its results."""
-        if self._stop_with is not None:
+        if self.stop_with is not None:
             self._stops_left -= 1
             if self._stops_left >= 0:
-                raise self._stop_with
+                raise self.stop_with
             return func(*args, **kwargs)
         facts = op_facts(func)
         site = self.context.site(facts.name)
@@ -136,7 +136,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
 
     def stop(self, reason: BaseException) -> None:
         """Raise from this op, and from the next ones if the program goes on."""
-        self._stop_with, self._stops_left = reason, _STOPS
+        self.stop_with, self._stops_left = reason, _STOPS
         raise reason
 
     def _on_scaler(self, op: str) -> None:

@@ -97,7 +97,8 @@ class Trace:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._contexts.close()
-        has_failed = isinstance(error, (Exception, SystemExit)) and getattr(error, "code", 1) not in (None, 0)
+        is_end = error is self._collector.stop_with or isinstance(error, KeyboardInterrupt | GeneratorExit | None)
+        has_failed = not is_end and getattr(error, "code", 1) not in (None, 0)
         self._ended = repr(error) if has_failed else ""
         self.is_running = False
         self._settle_step()
