@@ -126,3 +126,31 @@ def test_micro_batches_are_summed_as_the_last_policy_says(grads: str) -> None:
     for found, again in run(2, _micro_batches, [other, grads]):
         assert again is is_apart is bool(grads)
         assert all(torch.equal(one, two) for one, two in zip(found, wanted, strict=True))
+
+
+def _trained(rank: int, world: int, options: dict[str, bool], is_sparse: bool) -> list[list[Tensor]]:
+    """Weights of a run without mezzo, and of a prepared one."""
+    found = []
+    for is_prepared in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(8, 4, sparse=is_sparse), nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ddp = DistributedDataParallel(model, **options)
+        amp = mezzo.prepare(ddp, optimizer, "fp32") if is_prepared else None
+        for step in range(4):
+            (amp or optimizer).zero_grad(set_to_none=False)
+            loss = ddp(torch.tensor([rank, step, 7])).square().mean()
+            loss.backward() if amp is None else amp.backward(loss)
+            (amp or optimizer).step()
+        found.append([p.detach().clone() for p in model.parameters()])
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("options", "is_sparse"), [({"gradient_as_bucket_view": True}, False), ({"static_graph": True}, True), ({}, True)])  # fmt: skip
+def test_zeroed_gradients_in_buckets_and_sparse_ones_train_as_in_torch(
+    world: int, options: dict[str, bool], is_sparse: bool
+) -> None:
+    is_exact = world == 2  # else a rank's share is rounded, once by mezzo and once by torch
+    for plain, prepared in run(world, _trained, options, is_sparse):
+        torch.testing.assert_close(prepared, plain, rtol=0 if is_exact else 4 * torch.finfo(torch.float32).eps, atol=0)

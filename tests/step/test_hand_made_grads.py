@@ -236,3 +236,17 @@ def test_an_optimizer_that_steps_inside_of_backward_is_told(policy: str) -> None
         torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=0)
     else:
         assert "Leave it out, and amp.step() steps those that were prepared" in str(refused.value)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_zeros_that_somebody_made_are_added_to(policy: str) -> None:
+    """As of loops that make their gradients once, and of DistributedDataParallel(gradient_as_bucket_view=True), whose buckets move."""
+    updates = []
+    for is_made in (False, True):
+        model, amp = prepared(policy)
+        for p in model.parameters() if is_made else ():
+            p.grad = torch.zeros(p.shape, dtype=p.grad_dtype or p.dtype)
+        amp.backward(model(torch.ones(3, 4)).sum())
+        amp.step()
+        updates.append(amp.export_weights())
+    torch.testing.assert_close(*updates, rtol=0, atol=0)

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from .._torch import view_base
 from ..errors import DistributedError
 from ..formats import FP8, LOW_DTYPES
+from ..kernels import values
 from ..stamp import Stamp, version_of
 from .group import Group
 from .wide_sum import Codec, Fp8Blocks, WideSum
@@ -136,7 +137,7 @@ class GradientReducer:
     loses nothing, whatever `dtype` is.
 
     Args:
-        dtype: of what is sent, fp8 in blocks; fp64 gradients are reduced as they are.
+        dtype: of what is sent, fp8 in blocks; fp64 and sparse gradients are reduced as they are.
         accumulator: of earlier micro-batches; None if gradients accumulate where they are.
         is_static: whether the wrapper takes the graph to be the same in each pass, so that buckets are not told apart.
 
@@ -166,7 +167,7 @@ class GradientReducer:
         sent = buffer if is_unrounded else self._share(bucket)
         codec = self._codec_of(bucket, sent)
         self.comm_stats.num_by_dtype[codec.dtype] += 1
-        self.comm_stats.payload_bytes += codec.num_bytes(sent.numel(), self.group.size)
+        self.comm_stats.payload_bytes += codec.num_bytes(values(sent).numel(), self.group.size)
         if is_unrounded:
             self.comm_stats.unrounded.add(sent.dtype)
         self.averaged.update(map(id, bucket.parameters()))
@@ -193,11 +194,11 @@ class GradientReducer:
                     index = grad.storage_offset() - buffer.storage_offset()
                     wide.as_strided(grad.size(), grad.stride(), index).add_(earlier)
         wide.div_(self.group.size)
-        return wide.to(self.dtype) if wide.dtype is torch.float32 and self.dtype is not FP8 else wide
+        return wide.to(self.dtype) if wide.dtype is torch.float32 and not (self.dtype is FP8 or wide.is_sparse) else wide
 
     def _codec_of(self, bucket: GradBucket, sent: Tensor) -> Codec:
         """Return the form in which a bucket is sent: as it is, or in fp8 with its remainders; torch may lay buckets out anew, which drops them."""
-        if self.dtype is not FP8 or sent.dtype is not torch.float32:
+        if self.dtype is not FP8 or sent.dtype is not torch.float32 or sent.is_sparse:
             return Codec(sent.dtype)
         key = tuple(map(id, bucket.parameters()))
         if key not in self._blocks:
@@ -208,7 +209,7 @@ class GradientReducer:
     def _average(self, sent: Tensor, target: Tensor) -> torch.futures.Future[Tensor]:
         def finish(done: torch.futures.Future[list[Tensor]]) -> Tensor:
             mean: Tensor = done.value()[0]
-            return target if mean.data_ptr() == target.data_ptr() else target.copy_(mean)
+            return target if target.is_sparse or mean.data_ptr() == target.data_ptr() else target.copy_(mean)
 
         averaged: torch.futures.Future[Tensor] = self.group.average(sent).then(finish)
         return averaged

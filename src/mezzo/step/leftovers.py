@@ -95,7 +95,7 @@ class Leftovers:
         Raises:
             StepError: gradients that somebody else made or, under a loss scale, wrote; or those of the last step, where every optimizer took it.
 
-        Writes: gradients that wait, where the scale has moved. Syncs: no.
+        Writes: gradients that wait, where the scale has moved. Syncs: where somebody else made a gradient, which may be zeros.
         """
         waiting = {id(p) for p in self._waiting}
         stale, foreign, written = {}, [], []
@@ -114,7 +114,7 @@ class Leftovers:
                 f"backward(loss) would add to the gradients of the last step, which {self._listed(stale)} still have. "
                 "Call amp.zero_grad() between step() and the next backward(loss)."
             )
-        if foreign:
+        if foreign := [p for p in foreign if not is_zero(p)]:
             raise StepError(
                 f"{self._listed(foreign)} have gradients that amp.backward did not make, so they carry no loss scale. "
                 "Write amp.backward(loss) for every loss.backward(), and amp.zero_grad() to drop what is there."
