@@ -308,8 +308,10 @@ def test_a_script_that_moves_and_takes_standard_output_over_is_told_where_it_was
 def test_a_script_that_ends_by_an_error_of_its_own_kind_is_not_healthy(
     path: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No Exception, as the cancelled task of an event loop is none: it ended the command too, with the exit code of a fault."""
-    Path(path).write_text(f"class Ended(BaseException):\n    pass\n{SCRIPT}\nraise Ended('mine')\n", encoding="utf-8")
+    """No Exception, as the cancelled task of an event loop is none: it ended the command too, as if faulty. One whose code is None passed for sys.exit()."""
+    Path(path).write_text(
+        f"class Ended(BaseException):\n    code = None\n{SCRIPT}\nraise Ended('mine')\n", encoding="utf-8"
+    )
     assert main(["doctor", path]) == 3
     told = capsys.readouterr()
     assert "the program ended by itself with Ended('mine')" in " ".join(told.out.split())

@@ -98,7 +98,7 @@ class Trace:
     ) -> None:
         self._contexts.close()
         is_end = error is self._collector.stop_with or isinstance(error, KeyboardInterrupt | GeneratorExit | None)
-        has_failed = not is_end and getattr(error, "code", 1) not in (None, 0)
+        has_failed = not is_end and not (isinstance(error, SystemExit) and error.code in (None, 0))
         self._ended = repr(error) if has_failed else ""
         self.is_running = False
         self._settle_step()
