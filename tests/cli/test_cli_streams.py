@@ -17,6 +17,7 @@ from tests.train.small import emotion_rows, tiny, words, write_tsv
 
 from mezzo.cli import main
 from mezzo.train import TrainConfig, trainer
+from mezzo.train.metrics import MetricsLog
 
 FULL = Path("/dev/full")
 Ended = Callable[..., int]
@@ -223,6 +224,6 @@ def test_an_interrupt_in_a_checkpoint_is_an_interrupt(
 
     monkeypatch.setattr("mezzo.train.checkpoint.write_atomically", lambda path, write: write(Ended()))
     monkeypatch.setattr("mezzo.train.loop._open_folder", lambda *_: None)
-    monkeypatch.setattr("mezzo.train.trainer.MetricsLog", lambda path, step: trainer.NoLog())
+    monkeypatch.setattr("mezzo.train.trainer.MetricsLog", lambda path, step: MetricsLog(None, step))
     assert main(["train", *words(config)]) == 130
     assert "ended by the keyboard before its first checkpoint" in capsys.readouterr().err

@@ -110,3 +110,12 @@ def test_no_default_is_shown_with_all_its_digits(capsys: pytest.CaptureFixture[s
         main(["train", "--help"])
     shown = capsys.readouterr().out
     assert "0.142857" in shown and "0.14285714" not in shown and parse([])[0].test_share == 1 / 7
+
+
+def test_a_rank_left_in_the_environment_hides_no_result(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of a batch system's shell, without ranks to go with it: the run trained, and printed nothing."""
+    monkeypatch.setenv("RANK", "1")
+    assert main(["train", "--data", str(data), "--out", str(tmp_path / "out"), *SMALL]) == 0
+    assert "test accuracy" in capsys.readouterr().out

@@ -158,5 +158,6 @@ def test_ctrl_c_is_answered_by_the_first_rank_alone(
 
     monkeypatch.setattr("mezzo.cli.train.train", stopped)
     monkeypatch.setenv("RANK", f"{rank}")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["train", "--out", str(tmp_path)]) == 130
     assert capsys.readouterr().err.count("--resume") == (rank == 0)

@@ -59,10 +59,6 @@ def low_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if chosen in (None, torch.float32) else chosen
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def measure_both(options: DemoOptions) -> Iterator[Result]:
     """Yield the recipe and the whole training, fp32 beside mixed precision. Writes: `options.out`, standard error."""
     device = parse_device(options.device)
@@ -70,9 +66,9 @@ def measure_both(options: DemoOptions) -> Iterator[Result]:
         variants=Recipe.default_variants(device), rounds=options.rounds, device=options.device,
         dtype=dtype_name(low_dtype(device)),
     )  # fmt: skip
-    _say("1/2  the recipe: linear layers, random batches")
+    print("1/2  the recipe: linear layers, random batches", file=sys.stderr, flush=True)
     yield measured(Recipe.for_device(device), plan, NOT_TESTED)
-    _say("2/2  a text classifier on Chinese reviews, in fp32, then in mixed precision")
+    print("2/2  a text classifier on Chinese reviews, in fp32, then in mixed precision", file=sys.stderr, flush=True)
     reviews = Reviews(folder=str(options.out / "reviews"), rows=options.rows)
     yield measured(reviews, replace(plan, variants=Reviews.variants, rounds=1), NOT_TESTED)
 

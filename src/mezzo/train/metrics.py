@@ -132,35 +132,27 @@ def _damaged(path: Path, why: str) -> CheckpointError:
 class MetricsLog:
     """Appends records to a file; they reach it at every `flush`. Those after `step`, of a part of the run that is done again, are taken out.
 
-    Raises: CheckpointError: the file cannot be written. Writes: the file.
+    Without a path, as on ranks that do not write, it keeps none. Raises: CheckpointError: the file cannot be written. Writes: the file.
     """
 
-    def __init__(self, path: Path, step: int) -> None:
-        self._path = path
-        kept = [record for record in read_metrics(path) if record["step"] <= step] if step else []
-        text = "".join(_line(record) for record in kept)
-        write_whole(path, lambda file: file.write(text.encode()))
-        self._pending: list[str] = []
+    def __init__(self, path: Path | None, step: int) -> None:
+        self._path, self._pending = path, list[str]()
+        if path is not None:
+            kept = [record for record in read_metrics(path) if record["step"] <= step] if step else []
+            text = "".join(_line(record) for record in kept)
+            write_whole(path, lambda file: file.write(text.encode()))
 
     def add(self, **record: Any) -> None:
         """Note a record; "step" is required."""
-        self._pending.append(_line(record))
+        if self._path is not None:
+            self._pending.append(_line(record))
 
     def flush(self) -> None:
         """Append what was noted. Raises: CheckpointError. Writes: the file."""
-        with writing(self._path), open(self._path, "a", encoding="utf-8") as file:
-            file.writelines(self._pending)
+        if self._path is not None:
+            with writing(self._path), open(self._path, "a", encoding="utf-8") as file:
+                file.writelines(self._pending)
         self._pending.clear()
-
-
-class NoLog:
-    """Keeps no records: on ranks that do not write."""
-
-    def add(self, **record: Any) -> None:
-        """Forget a record."""
-
-    def flush(self) -> None:
-        """Do nothing."""
 
 
 def _line(record: Record) -> str:
@@ -204,7 +196,7 @@ def tracking(name: str, folder: Path) -> Iterator[Track]:
 class Outputs(NamedTuple):
     """Where what a run measures goes: the file of its metrics, a tracker, and whoever watches."""
 
-    log: MetricsLog | NoLog
+    log: MetricsLog
     track: Track
     progress: Progress
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from .checkpoint import save_checkpoint, save_model
 from .config import RunFolder, TrainConfig
 from .evaluate import Encoded, epoch_batches, evaluate, hide_tokens, logits_of, micro_batches, seed_dropout
-from .metrics import MetricsLog, NoLog, Outputs, Progress, tracking
+from .metrics import MetricsLog, Outputs, Progress, tracking
 from .train_step import Average, Updater
 
 
@@ -90,7 +90,7 @@ class Trainer:
         Writes: model, files of the run, torch's global random state. Syncs: yes.
         """
         is_first = self.world.is_first
-        log = MetricsLog(self.folder.metrics, self.position.step) if is_first else NoLog()
+        log = MetricsLog(self.folder.metrics if is_first else None, self.position.step)
         with tracking(self._config.tracker if is_first else "none", self.folder.path) as track:
             self._train_rest(Outputs(log, track, progress), opening)
 
