@@ -16,7 +16,7 @@ import mezzo
 from mezzo import Policy
 from mezzo.distributed import comm_stats, is_summed_apart
 from mezzo.distributed.ddp import connect
-from mezzo.errors import PolicyError
+from mezzo.errors import ConfigError, PolicyError
 
 pytestmark = pytest.mark.distributed
 
@@ -154,3 +154,48 @@ def test_zeroed_gradients_in_buckets_and_sparse_ones_train_as_in_torch(
     is_exact = world == 2  # else a rank's share is rounded, once by mezzo and once by torch
     for plain, prepared in run(world, _trained, options, is_sparse):
         torch.testing.assert_close(prepared, plain, rtol=0 if is_exact else 4 * torch.finfo(torch.float32).eps, atol=0)
+
+
+def _in_parts(rank: int, world: int, policy: str, when: str) -> tuple[list[Tensor], float, list[str]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = mezzo.optim.SGD(model.parameters(), lr=0.1)
+
+    def wrap() -> None:
+        model[0], model[2] = DistributedDataParallel(model[0]), DistributedDataParallel(model[2])
+
+    if when == "before":
+        wrap()
+    amp = mezzo.prepare(model, optimizer, policy)
+    if when == "behind":
+        wrap()
+    called = DistributedDataParallel(model) if when == "whole" else model
+    with logged() as said:
+        for step in range(4):
+            loss = called(dyadic(4, 6, seed=4 * step + rank)).float().square().mean()
+            amp.backward(loss * float("inf") if (step, rank) == (1, 1) else loss)
+            amp.step()
+            amp.zero_grad()
+    scale = amp.scale
+    amp.release()
+    for part in model.modules() if when != "whole" else ():
+        if isinstance(part, DistributedDataParallel):
+            with pytest.raises(
+                ConfigError, match="are counted for a DistributedDataParallel model that mezzo prepared"
+            ):
+                comm_stats(part)
+    return [p.detach() for p in model.parameters()], scale, said
+
+
+@pytest.mark.parametrize(("policy", "when"), [("fp32", "before"), ("fp16", "before"), ("fp16", "behind"), ("bf16-master", "behind")])  # fmt: skip
+def test_wrappers_of_parts_train_as_one_of_the_whole(policy: str, when: str) -> None:
+    """Each rank moved its loss scale by itself, and what was averaged carried two; the log said that nothing was averaged."""
+    whole, parts = (run(2, _in_parts, policy, each) for each in ("whole", when))
+    for (wanted, scale, _), (weights, own_scale, said) in zip(whole, parts, strict=True):
+        assert scale == own_scale and all(map(torch.equal, wanted, weights))
+        assert not any("nothing averages" in line for line in said)
+
+
+def test_parts_that_are_wrapped_are_not_stored_anew() -> None:
+    with pytest.raises(AssertionError, match="would be stored anew, and DistributedDataParallel took hold of them as they are"):  # fmt: skip
+        run(2, _in_parts, "bf16-master", "before")

@@ -198,7 +198,8 @@ def disconnect(model: nn.Module) -> bool:
 
 
 def _around(model: nn.Module) -> list[ReplicaWrapper]:
-    return [wrapper for ddp, wrapper in _connected.items() if model in ddp.module.modules()]
+    inner = {*model.modules()}
+    return [wrapper for ddp, wrapper in _connected.items() if model in ddp.module.modules() or ddp in inner]
 
 
 def _refuse_own_ways(ddp: DistributedDataParallel) -> None:

@@ -194,9 +194,8 @@ class GradientReducer:
                     index = grad.storage_offset() - buffer.storage_offset()
                     wide.as_strided(grad.size(), grad.stride(), index).add_(earlier)
         wide.div_(self.group.size)
-        return (
-            wide.to(self.dtype) if wide.dtype is torch.float32 and not (self.dtype is FP8 or wide.is_sparse) else wide
-        )
+        is_cast = wide.dtype is torch.float32 and self.dtype is not FP8 and not wide.is_sparse
+        return wide.to(self.dtype) if is_cast else wide
 
     def _codec_of(self, bucket: GradBucket, sent: Tensor) -> Codec:
         """Return the form in which a bucket is sent: as it is, or in fp8 with its remainders; torch may lay buckets out anew, which drops them."""

@@ -202,8 +202,7 @@ class MezzoPrecision(Precision):
         before = {name: method for name, method in own.items() if name == "lr_scheduler_step"}
 
         def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
-            last = self._adapter.result
-            if id(scheduler) not in each_step or last is None or last.applied:
+            if id(scheduler) not in each_step or getattr(self._adapter.result, "applied", True):
                 step(scheduler, metric)
 
         own["lr_scheduler_step"] = lr_scheduler_step

@@ -53,8 +53,8 @@ def wrapper_of(model: nn.Module, policy: Policy) -> Wrapper | None:
 
     Writes: the communication hook of a DistributedDataParallel model.
     """
-    if isinstance(model, DistributedDataParallel):
-        return connect(model, policy)
+    if (replicas := _replicas_in(model, policy)) is not None:
+        return replicas
     if sharded_modules(model):
         check_sharded(model, policy)
         check_storage(model, policy)
@@ -65,7 +65,17 @@ def wrapper_around(model: nn.Module, policy: Policy) -> Wrapper | None:
     """Return the DistributedDataParallel wrapper that holds a model; None if none does. Raises: as `wrapper_of`. Writes: its communication hook."""
     refuse_flat(model, looks_around=True)
     ddp = holding(model, DistributedDataParallel)
-    return None if ddp is None else connect(ddp, policy)
+    return _replicas_in(model, policy) if ddp is None else connect(ddp, policy)
+
+
+def _replicas_in(model: nn.Module, policy: Policy) -> Wrapper | None:
+    """Return what spreads a DistributedDataParallel model, or one whose parts are, over the ranks of the first; None if nothing does. Writes: their communication hooks."""
+    wrappers = [connect(part, policy) for part in model.modules() if isinstance(part, DistributedDataParallel)]
+    if not wrappers or isinstance(model, DistributedDataParallel):
+        return next(iter(wrappers), None)
+    whole = Wrapper()
+    whole.process_group, whole.device = wrappers[0].process_group, wrappers[0].device
+    return whole
 
 
 def warn_alone(model: nn.Module) -> None:
