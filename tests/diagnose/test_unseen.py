@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,7 +60,7 @@ class Slope(nn.Module):
         return self.a(x) + (self.b * 0).sqrt()
 
 
-def said(report: mezzo.diagnose.Report) -> str:
+def said(report: diagnose.Report) -> str:
     """The verdict of a report that is not healthy, on one line."""
     assert not report.is_healthy and not report.document().is_good
     assert report.document().verdict.split(":")[0] in " ".join(str(report).split())
@@ -239,3 +241,64 @@ def test_a_trace_of_a_batch_without_rows() -> None:
     with diagnose.trace(model) as t:
         total(model, EMPTY).backward()
     assert said(t.report).startswith("Not enough seen: every output and gradient was 0 or empty.")
+
+
+def written_at_indices(h: Tensor, wide: bool) -> Tensor:
+    buffer = torch.zeros(4, 4)
+    buffer[torch.tensor([0, 1])] = h[:2].to(buffer.dtype) if wide else h[:2]
+    return buffer
+
+
+def masked(h: Tensor, wide: bool) -> Tensor:
+    return (h.float() if wide else h.half()).masked_fill(h > 0, -1e9).clamp(-1)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return (x @ weight).half()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad @ ctx.saved_tensors[0], None
+
+
+def in_a_function(h: Tensor, wide: bool) -> Tensor:
+    return h.float() if wide else Doubled.apply(h.float(), torch.eye(4))
+
+
+ADVICE = {
+    written_at_indices: "source.to(target.dtype)", masked: "or x.float()", in_a_function: "Doubled.backward with mezzo.custom_bwd",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("written", ADVICE)
+def test_an_error_of_dtypes_that_ends_the_program_is_told_with_what_to_write(
+    written: Callable[[Tensor, bool], Tensor],
+) -> None:
+    layer = nn.Linear(4, 4)
+
+    def run(wide: bool) -> diagnose.TraceReport:
+        with suppress(RuntimeError), diagnose.trace(layer) as t:
+            with torch.autocast("cpu", torch.bfloat16):
+                h = layer(torch.ones(4, 4))
+            written(h, wide).sum().backward()
+        return t.report
+
+    told = " ".join(str(run(False)).split())
+    assert told.count(f"{Path(__file__).name}:") and "torch says: " in told
+    assert ADVICE[written] in told
+    assert run(True).is_healthy
+
+
+@pytest.mark.parametrize("is_half", [True, False])
+def test_a_refusal_of_torchs_scaler_is_told_with_what_to_write(is_half: bool) -> None:
+    model = nn.Linear(4, 4).half() if is_half else nn.Linear(4, 4)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+    with suppress(ValueError, AssertionError), diagnose.trace(model) as t:
+        x = torch.ones(2, 4, dtype=model.weight.dtype, requires_grad=not is_half)
+        scaler.scale((model(x) if is_half else x).float().sum()).backward()
+        scaler.step(optimizer)
+    told = " ".join(str(t.report).split())
+    assert ("no model.half()" if is_half else "no parameter of the optimizer had a gradient") in told

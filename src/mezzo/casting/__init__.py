@@ -17,6 +17,7 @@ from .mode import CastMode as CastMode
 from .products import ProductWatch as ProductWatch
 from .products import count_products as count_products
 from .provenance import backward_message as backward_message
+from .provenance import traceback_message as traceback_message
 from .provenance import variables_of as variables_of
 from .region import autocast as autocast
 from .region import checkpoint_contexts as checkpoint_contexts

@@ -14,6 +14,7 @@ from torch.optim import optimizer as optimizer_hooks
 
 from .._torch import autograd_node, dispatch_modes, function_modes
 from ..binding import named_tensors
+from ..casting import backward_message, traceback_message
 from ..errors import ConfigError, RegionError, plural, shown
 from ..formats import SMALLEST, dtype_name, is_count, is_number, number_of
 from ..optim import parameters
@@ -28,6 +29,22 @@ from .modules import Place, check_model
 from .ops import plain
 from .records import FlushedGradient, Size, TraceRecord
 from .trace_report import TraceReport
+
+_OF_SCALER = {
+    "Attempting to unscale FP16 gradients.": "keep weights in fp32 under a scaler, no model.half(): the region casts them; or mezzo.prepare(model, optimizer, 'fp16-master')",
+    "No inf checks were recorded for this optimizer.": "no parameter of the optimizer had a gradient: step it where a loss reaches them, and clear gradients behind the step",
+    "unscale_() has already been called on this optimizer since the last update().": "call it once, behind the last backward of a step",
+    "unscale_() is being called after step().": "call it between backward and step, and scaler.update() behind the steps of all optimizers",
+    "step() has already been called since the last update().": "call scaler.update() behind each step",
+}
+"""What to write where torch's GradScaler refuses."""
+
+
+def _told(error: BaseException) -> str:
+    """Return an error that ended a program, and what to write where it is one of dtypes, or of torch's scaler. Syncs: no."""
+    if found := backward_message(error) or traceback_message(error, error.__traceback__, casts=False):
+        return " ".join(f"{type(error).__name__} at {found}".split()).rstrip(".")
+    return f"{error!r}" + (f". Instead: {way}" if (way := _OF_SCALER.get(str(error))) else "")
 
 
 class Trace:
@@ -99,7 +116,7 @@ class Trace:
         self._contexts.close()
         is_end = error is self._collector.stop_with or isinstance(error, KeyboardInterrupt | GeneratorExit | None)
         has_failed = not is_end and not (isinstance(error, SystemExit) and error.code in (None, 0))
-        self._ended = repr(error) if has_failed else ""
+        self._ended = _told(error) if has_failed and error is not None else ""
         self.is_running = False
         self._settle_step()
         for sink in self._pending.dropped(is_over=True):
