@@ -33,9 +33,6 @@ from .trace_report import TraceReport
 _OF_SCALER = {
     "Attempting to unscale FP16 gradients.": "keep weights in fp32 under a scaler, no model.half(): the region casts them; or mezzo.prepare(model, optimizer, 'fp16-master')",
     "No inf checks were recorded for this optimizer.": "no parameter of the optimizer had a gradient: step it where a loss reaches them, and clear gradients behind the step",
-    "unscale_() has already been called on this optimizer since the last update().": "call it once, behind the last backward of a step",
-    "unscale_() is being called after step().": "call it between backward and step, and scaler.update() behind the steps of all optimizers",
-    "step() has already been called since the last update().": "call scaler.update() behind each step",
 }
 """What to write where torch's GradScaler refuses."""
 
