@@ -171,6 +171,7 @@ KEYS = (
         ("off", " at position 0: unknown preset 'off': write fp32, which casts nothing."),
         ("run/policy.toml", " at position 0: unknown preset 'run/policy.toml': a file is read by Policy.load(path), and is TOML."),
         ("fp16, loss_scale=128", " at position 6: unknown key 'loss_scale': write scaling=dynamic, or a number that never moves, as in scaling=1024."),
+        ("bf16, precision=fp16", " at position 6: unknown key 'precision': write the preset first, as in 'bf16', or as the key 'preset' of a table."),
         ("fp16, initial_scale_power=16", " at position 6: unknown key 'initial_scale_power': write scaling.init_scale=65536, the scale itself."),
         ("fp16, enabled=false", " at position 6: unknown key 'enabled': write fp32, and nothing else, where nothing is to be cast."),
         ("fp16, param_dtype=fp16", " at position 6: unknown key 'param_dtype': write params= for the dtype in which weights are stored, compute= for that in which they are multiplied."),

@@ -271,3 +271,10 @@ def test_a_link_stays_one_and_a_pipe_takes_the_text(tmp_path: Path) -> None:
     policy.save(pipe)
     assert os.read(reader, 10_000).decode() == kept.read_text() and pipe.is_fifo()
     os.close(reader)
+
+
+@pytest.mark.parametrize("key", ["precision", "mixed_precision", "opt_level", "policy"])
+def test_a_key_of_other_libraries_is_told_which_one_is_meant(key: str) -> None:
+    with pytest.raises(PolicyError, match=f"unknown key '{key}': .* 'preset' of a table"):
+        Policy.from_dict({key: "bf16"})
+    assert Policy.from_dict({"preset": "bf16"}) == Policy.parse("bf16")

@@ -66,6 +66,7 @@ _KEYS_INSTEAD = _by_name({
     "excluded_layers full_precision_layers fp32_modules": "a rule for the modules, as in 'module:head=fp32'",
     "custom_white_list custom_black_list": "op rules, as in 'op:softmax=low' and 'op:softmax=fp32'",
     "param_dtype": "params= for the dtype in which weights are stored, compute= for that in which they are multiplied",
+    "policy precision mixed_precision opt_level amp_level": "the preset first, as in 'bf16', or as the key 'preset' of a table",
     "dtype compute_dtype half_dtype": "the preset of the dtype first, as in 'bf16', or compute=",
     "output_dtype cast_model_outputs": "output=",
     "grad_accum_dtype master_grad": "grads=fp32",
