@@ -55,6 +55,10 @@ left:  fp16
 right: fp16, scaling.init_scale=8, guard.enabled=false
 scaling.init_scale  65536  8
 guard.enabled       true   false"""),
+        ("fp16, scaling=8, scaling.min_scale=1", "fp16, scaling=none", """\
+left:  fp16, scaling=8, scaling.min_scale=1
+right: fp16, scaling=none
+scaling  8, scaling.min_scale=1  none"""),
     ],
 )  # fmt: skip
 def test_a_diff_is_readable(left: str, right: str, printed: str) -> None:

@@ -15,6 +15,7 @@ from tests.policy.policies import NASTY, NO_DEFAULTS, policies
 from mezzo.errors import PolicyError
 from mezzo.formats import parse_dtype
 from mezzo.policy import PRESETS, GuardConfig, ModuleRule, OpRules, Policy, Rule, ScalingConfig, as_policy
+from mezzo.policy.text import settings as settings_of
 from mezzo.policy.text import written
 
 
@@ -225,6 +226,11 @@ def test_an_error_says_where_and_what_to_write(text: str, reason: str) -> None:
 words = st.sampled_from(
     [*NASTY, *PRESETS, "=", ",", "low", "bf16", "guard.patience", "compute", "3", "-1", "nan", "inf"]
 )
+
+
+@pytest.mark.parametrize(("text", "word"), [("fp16", "dynamic"), ("fp16, scaling=8", "fixed"), ("bf16", "none")])
+def test_the_settings_say_how_the_loss_scale_moves(text: str, word: str) -> None:
+    assert dict(settings_of(Policy.parse(text)))["scaling"] == word
 
 
 @settings(max_examples=500)

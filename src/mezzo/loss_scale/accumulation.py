@@ -52,7 +52,7 @@ class GradSums:
             self._sums.update((key, sum_of_bits(real_values(grad))) for key, grad in grads)
 
     def clear(self, *, is_step_over: bool = False) -> None:
-        """Forget all gradients, before others are noted or because their step is over."""
+        """Forget all gradients, because they hold zeros now or their step is over."""
         self._sums.clear()
         self._steps_left -= is_step_over
 
@@ -85,7 +85,6 @@ class GradVersions:
         """Write down the gradients as they are now, instead of those before. Syncs: no."""
         grads = grads_by_id(params)
         self.stamps = stamps_of(grads)
-        self._sums.clear()
         self._sums.note(grads)
 
     def note_zeros(self, params: Iterable[Tensor]) -> None:

@@ -73,7 +73,9 @@ def diff(left: PolicyFields, right: PolicyFields) -> PolicyDiff:
 def _scaling(config: ScalingConfig | None) -> str:
     if config is None:
         return "none"
-    return ", ".join(["dynamic", *config_edits("scaling", config, ScalingConfig()).values()])
+    fixed = spell("init_scale", config.init_scale), ScalingConfig.fixed(config.init_scale)
+    word, base = ("dynamic", ScalingConfig()) if config.dynamic else fixed
+    return ", ".join([word, *config_edits("scaling", config, base).values()])
 
 
 def _config_changes(name: str, left: object, right: object) -> list[Change]:

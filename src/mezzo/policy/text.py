@@ -220,9 +220,8 @@ def _scaling_edits(scaling: ScalingConfig | None, preset: ScalingConfig | None) 
     if scaling is None:
         return {("scaling", 0): "scaling=none"}
     if not scaling.dynamic:
-        fixed = ScalingConfig.fixed(scaling.init_scale)
-        word = f"scaling={spelling.spell('init_scale', scaling.init_scale)}"
-        return {("scaling", 0): word, **config_edits("scaling", scaling, fixed)}
+        word, base = spelling.spell("init_scale", scaling.init_scale), ScalingConfig.fixed(scaling.init_scale)
+        return {("scaling", 0): f"scaling={word}", **config_edits("scaling", scaling, base)}
     return config_edits("scaling", scaling, preset or ScalingConfig()) or {("scaling", 0): "scaling=dynamic"}
 
 
