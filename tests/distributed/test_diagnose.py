@@ -63,6 +63,8 @@ def _looked_at(rank: int, world: int, kind: str) -> list[str]:
         lambda: diagnose.explain(net, x, policy="bf16"),
         lambda: diagnose.memory(net, amp.optimizers[0], "bf16"),
     ]
+    with torch.no_grad():
+        net(x)  # an evaluation leaves the weights of the outermost module gathered
     for tool in tools[: 1 if kind == "parallel" else None]:
         try:
             said.append(f"it said {len(str(tool()))} letters")

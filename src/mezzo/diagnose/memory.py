@@ -207,8 +207,10 @@ def memory(
     optimizers = optimizers_of("memory", model, optimizer)
     check_trial("memory", batch, loss_fn)
     chosen = as_policy(policy).resolve(device_of(model))
+    outline = _outline(
+        model, chosen, bool(optimizers)
+    )  # first: a model that is sharded has other parameters by now and then
     _check_fit(model, optimizers, chosen)
-    outline = _outline(model, chosen, bool(optimizers))
     stored = dict(zip(model.parameters(), outline.parameters(), strict=True))
     tally: _Bytes = defaultdict(Counter)
     for p in outline.parameters():
