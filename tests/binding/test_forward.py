@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import mezzo
-from mezzo.binding import bound_of
+from mezzo.binding import bound_of, forward
 from mezzo.binding.forward import Binding, Bound
 
 
@@ -222,3 +222,22 @@ def test_layers_that_a_function_recomputes_in_backward_run_as_they_did_in_forwar
     same = [torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True)]
     assert all(same)
     assert not any(torch.equal(p.grad, q.grad) for p, q in zip(autocast.parameters(), plain.parameters(), strict=True))
+
+
+def test_ctrl_c_as_a_forward_enters_its_region_leaves_the_next_one_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the call returns that says which region a thread is in: a forward that took itself to be inside would cast nothing."""
+    model = nn.Linear(4, 4)
+    mezzo.prepare(model, None, "bf16, output=none")
+    x, enter, calls = torch.ones(2, 4), forward._set_thread_state, list[object]()
+
+    def interrupted(*state: Any) -> None:
+        enter(*state)
+        calls.append(state)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    want = model(x)
+    monkeypatch.setattr(forward, "_set_thread_state", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model(x)
+    assert model(x).dtype is want.dtype is torch.bfloat16 and torch.equal(model(x), want)

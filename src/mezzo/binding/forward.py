@@ -313,8 +313,8 @@ def _enter(bound: Bound, module: nn.Module, forward: Forward, args: tuple[Any, .
             out = _run_inside(bound, module, forward, args, kwargs, traced)
         return _close(module, out, dtype, after)
     with region:  # around what says so: a signal's handler in between enters one of its own
-        _set_thread_state(bound.binding, traced)
         try:
+            _set_thread_state(bound.binding, traced)
             out = _run_inside(bound, module, forward, args, kwargs, traced)
         finally:
             _set_thread_state(outer, outer_traced)

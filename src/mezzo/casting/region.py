@@ -203,12 +203,13 @@ class autocast(UnmanagedAutocast):  # the name torch gives it
         if torch.compiler.is_compiling():
             _restore(self._traced.pop(), is_compiling=True)
             return
-        frame = self._pop()
+        frame: _Frame | None = None
         try:
+            frame = self._pop()
             is_innermost = _is_innermost(frame)
             _leave(frame)
         except BaseException:  # Ctrl-C
-            _leave_after_interrupt(frame)
+            _leave_after_interrupt(frame or self._pop())
             raise
         if error is None and not is_innermost:
             raise RegionError(
