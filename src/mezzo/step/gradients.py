@@ -145,7 +145,8 @@ class Gradients:
         pending = None if self.is_abandoned or self._are_zeroed(params) else self._pending
         if pending is None:
             pending = AccumulationState(scale, self.device, penalty_bad=self._penalty_bad)
-            self._leftovers.note_begun(scale)
+            if scale is not None:
+                self._leftovers.note_begun()
             if held := [p for p in params if p.grad is not None]:
                 self._leftovers.open(pending, held, self._versions.stamps)
             self._pending, self._penalty_bad = pending, False

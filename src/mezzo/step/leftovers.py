@@ -49,10 +49,10 @@ class Leftovers:
         self.num_unstepped = 0
         self.forget()
 
-    def note_begun(self, scale: Tensor | None) -> None:
+    def note_begun(self) -> None:
         """Say in the log, once, that losses go backward under a loss scale and nothing is stepped. Host only."""
         self.num_unstepped += 1
-        if scale is not None and self.num_unstepped == 3:
+        if self.num_unstepped == 3:
             _log.warning(
                 "three losses went backward without amp.step(), and their gradients are multiplied by the loss scale: an update by hand takes steps that are too "
                 "large by it. Write amp.step(); for updates by hand amp.grad(loss, list(model.parameters())), or read .grad inside `with amp.unscaled_grads():`."
