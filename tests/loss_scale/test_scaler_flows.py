@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
@@ -259,6 +260,25 @@ def test_a_compiled_model_is_watched_as_any_other() -> None:
         for _ in range(4):
             steps.zero_grad()
             scaler.scale(compiled(torch.randn(4, 3)).pow(2).mean()).backward()
+            scaler.step(steps)
+            scaler.update()
+        return flat(model)
+
+    assert_equal_to_fp32(run)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of torch, as it traces
+def test_compiled_backward_passes_whose_hooks_are_traced() -> None:
+    def run(scaler: GradScaler) -> Tensor:
+        model = net(3, 4, 1)
+        steps = sgd(model)
+        for _ in range(2):
+            steps.zero_grad()
+            loss = scaler.scale(model(torch.randn(4, 3)).pow(2).mean())
+            with compiled_autograd._enable(torch.compile(backend="eager")):
+                loss.backward()
+            scaler.unscale_(steps)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             scaler.step(steps)
             scaler.update()
         return flat(model)
