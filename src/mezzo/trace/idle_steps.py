@@ -87,9 +87,7 @@ class _Gradients:
     rounded: _Idle | None = None  # those in a row, up to the last, that are 0 behind an op whose slope is 0 everywhere
     is_alive: bool = False  # one came that trains
     was_stepped: bool = False
-    values: set[tuple[int, float]] = field(
-        default_factory=set
-    )  # of the parameter: what goes through .data has no version
+    values: set[tuple[int, float]] = field(default_factory=set)  # version and size: .data raises no version
 
 
 @dataclass(slots=True)
@@ -104,17 +102,11 @@ class _OptimizerSteps:
     count: int = 0
     by_hand: int = 0  # on gradients that no backward pass brought
     rate: float = 0.0  # the largest
-    still: tuple[Site, int, float] | None = (
-        None  # at no rate, up to the last: where first, how many, their largest rate
-    )
+    still: tuple[Site, int, float] | None = None  # at no rate, up to the last: the first, how many, the largest rate
     is_sum: bool | None = None  # whether the gradient of the last was added to; None where nothing came to it
     blown_up_at: int = 0  # losses before the one that blew up weights
-
-
-class _StepBefore(NamedTuple):
-    """A step before it is taken."""
-
-    ops: int = 0  # that had run
+    # of the one that is taken just now
+    ops: int = 0  # that had run before it
     has_gradients: bool = False
     is_cleared: bool | None = None  # whether gradients that came were cleared; None where nothing tells
     is_unreached: bool = False  # none came
@@ -129,7 +121,6 @@ class IdleSteps:
         self._idle: dict[tuple[LintRule, Any], _Idle] = {}
         self._gradients: defaultdict[int, _Gradients] = defaultdict(_Gradients)
         self._steps: dict[torch.optim.Optimizer, _OptimizerSteps] = {}
-        self._before = _StepBefore()
         self._cleared: tuple[int, Site | None] = (0, None)
         self._clearings: Counter[int] = Counter()
         self._events = 0
@@ -206,24 +197,21 @@ class IdleSteps:
         # divided by hand, they are no longer what came
         as_came = all(g is not None and amax(g) == brought.top for brought, g in held)
         sites = [brought.zeroed_at for brought, _ in held if brought.zeroed_at is not None]
-        self._before = _StepBefore(
-            ops=ops,
-            has_gradients=bool(held),
-            is_cleared=(arrived < self._cleared[0] if arrived else None) if is_empty else False,
-            is_unreached=is_empty and not held and not arrived,
-            zero=sites[0] if sites and as_came and is_empty else None,
-            scale=scale if as_came and not has_closure and not is_empty else 1.0,
-        )
+        steps.ops, steps.has_gradients = ops, bool(held)
+        steps.is_cleared = (arrived < self._cleared[0] if arrived else None) if is_empty else False
+        steps.is_unreached = is_empty and not held and not arrived
+        steps.zero = sites[0] if sites and as_came and is_empty else None
+        steps.scale = scale if as_came and not has_closure and not is_empty else 1.0
 
     def after(self, optimizer: torch.optim.Optimizer, site: Site, ops: int) -> None:
         """Count the step that has just ended. Syncs: yes."""
-        steps, before, name = self._steps[optimizer], self._before, type(optimizer).__name__
+        steps, name = self._steps[optimizer], type(optimizer).__name__
         rate = max((float(group.get("lr", 1.0)) for group in optimizer.param_groups), default=1.0)
         steps.rate = max(rate, steps.rate)
         began, still, top = steps.still or (site, 0, 0.0)
         steps.still = (began, still + 1, max(top, rate)) if rate <= _NO_RATE * steps.rate else None
         every = f"every parameter of {name}"
-        self._count("zero-gradients", optimizer, before.zero or site, every, before.zero is not None)
+        self._count("zero-gradients", optimizer, steps.zero or site, every, steps.zero is not None)
         if steps.is_sum is not None:
             self._count("uncleared-gradients", optimizer, site, name, steps.is_sum)
             steps.is_sum = None
@@ -236,14 +224,14 @@ class IdleSteps:
         if is_blown_up and ("exploding-step", optimizer) not in self._idle:
             steps.blown_up_at = len(self._losses)
             self._idle["exploding-step", optimizer] = _Idle(site, f"one step of {name}", round(size / was))
-        if before.scale > 1:
-            self._idle.setdefault(("scaled-step", optimizer), _Idle(site, name, round(before.scale)))
+        if steps.scale > 1:
+            self._idle.setdefault(("scaled-step", optimizer), _Idle(site, name, round(steps.scale)))
         steps.first, steps.count = steps.first or site, steps.count + 1
-        what, is_silent = f"the parameters of {name}", before.ops == ops
-        self._count("no-gradients", optimizer, site, what, before.is_unreached and is_silent)
-        if before.is_cleared is not None and (cleared := self._cleared[1] or site):
+        what, is_silent = f"the parameters of {name}", steps.ops == ops
+        self._count("no-gradients", optimizer, site, what, steps.is_unreached and is_silent)
+        if steps.is_cleared is not None and (cleared := self._cleared[1] or site):
             # an optimizer that computes without gradients has them from elsewhere
-            is_idle = before.is_cleared and (before.has_gradients or is_silent)
+            is_idle = steps.is_cleared and (steps.has_gradients or is_silent)
             self._count("cleared-gradients", optimizer, cleared, f"{name}.step ({short_line(site.frame)})", is_idle)
 
     def _count(self, rule: LintRule, owner: object, site: Site, what: str, is_idle: bool, case: LintCase = "") -> None:
