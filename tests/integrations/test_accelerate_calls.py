@@ -135,3 +135,15 @@ def test_schedules_of_two_optimizers_stay_where_their_own_step_was_skipped() -> 
     assert [optimizer.step_was_skipped for optimizer in both] == [True, False]
     assert accelerator.optimizer_step_was_skipped
     assert [optimizer.param_groups[0]["lr"] for optimizer in both] == [1.0, 0.5]
+
+
+@pytest.mark.parametrize(("launched", "policy"), [("fp16", "fp16"), ("bf16", "bf16"), ("no", "auto")])
+def test_a_launchers_precision_without_a_policy_is_the_policy(
+    launched: str, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`accelerate launch --mixed_precision bf16`: it was refused beside policy=auto, which nobody had written; "no" is its default."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+    accelerator, model = Accelerator(cpu=True), loops.make_model()
+    accelerator.prepare(model, loops.make_optimizer(model)[0])
+    assert accelerator.stepper.policy == mezzo.Policy.parse(policy).resolve("cpu")
+    assert accelerator.mixed_precision == "no"

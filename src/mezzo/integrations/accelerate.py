@@ -72,7 +72,7 @@ class Accelerator(accelerate.Accelerator):
 
     Weights, clipping, accumulation and skipped steps are those of a loop written with `mezzo.prepare`, bit for bit;
     `save_state` keeps the loss scale and the counters where Accelerate keeps a scaler. `policy` is as for `mezzo.prepare`;
-    left out, `mixed_precision` says it ("no" is fp32), else "auto".
+    left out, `mixed_precision` says it ("no" is fp32), or `accelerate launch`, else "auto".
 
     Raises:
         PolicyError: another precision beside the policy, or a launcher that takes the step itself.
@@ -81,7 +81,11 @@ class Accelerator(accelerate.Accelerator):
     def __init__(self, *args: Any, policy: PolicyLike | None = None, **kwargs: Any) -> None:
         if args and not isinstance(args[0], bool):  # device_placement
             raise PolicyError(f"Accelerator('{args[0]!s}'): write Accelerator(policy='{args[0]!s}'), by its name.")
-        policy = as_policy(str(kwargs.pop("mixed_precision", None) or "auto") if policy is None else policy)
+        if policy is None:
+            launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+            policy = str(kwargs.get("mixed_precision") or ("auto" if launched == "no" else launched))
+            kwargs["mixed_precision"] = "no"
+        policy = as_policy(policy)
         for kind, advice in _HANDLERS.items():
             if any(isinstance(handler, kind) for handler in kwargs.get("kwargs_handlers") or ()):
                 raise PolicyError(f"{kind.__name__} was given beside policy={policy!s}, {advice}.")
