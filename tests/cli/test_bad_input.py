@@ -185,6 +185,19 @@ def test_checkpoints_that_lack_a_part_of_a_part(
         assert "checkpoint" in refused(capsys, "train", *words(again), "--resume")
 
 
+@pytest.mark.parametrize(
+    "part", [{"final_loss": torch.zeros(())}, {"seconds": "1"}, {"step": 2.5}, {"step": -5}, {"best_accuracy": None}]
+)
+def test_a_checkpoint_at_no_position_of_a_run(
+    again: TrainConfig, part: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It trained to its end, and then the result could not be written."""
+    path = again.out / "checkpoint.pt"
+    state = torch.load(path, weights_only=True)
+    torch.save({**state, "position": {**state["position"], **part}}, path)
+    assert f"{path} is damaged" in refused(capsys, "train", *words(again), "--resume")
+
+
 def test_a_tab_in_a_label_keeps_the_columns(
     trained: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -116,9 +116,8 @@ def _is_stage(model: nn.Module) -> bool:
     """Whether a stage of torch's pipelines over several ranks holds a model, or a part of it. Takes a while where there are any."""
     home, own = "torch.distributed.pipelining.stage", set(model.modules())
     objects: list[Any] = living(object) if home in sys.modules else []
-    stages = [found for found in objects if type(found).__module__ == home and hasattr(found, "submod")]
-    shared = [stage for stage in stages if stage.group_size > 1]
-    return any(not own.isdisjoint(stage.submod.modules()) for stage in shared)
+    stages = [one for one in objects if type(one).__module__ == home and hasattr(one, "submod") and one.group_size > 1]
+    return any(not own.isdisjoint(stage.submod.modules()) for stage in stages)
 
 
 def option_lines(optimizer: Optimizer, among: Container[str] | None = None) -> Iterator[str]:

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from .. import Policy, keep_memory, prepare
-from ..errors import CheckpointError, ConfigError, check_given, listed
+from ..errors import CheckpointError, ConfigError, check_given, listed, shown
 from ..extras import check_installed
+from ..formats import is_count
 from .checkpoint import check_same_run, check_whole, load_checkpoint, reading, write_json, writing
 from .config import RunFolder, TrainConfig
 from .data import Corpus, load_corpus
@@ -130,7 +131,10 @@ def _saved_state(config: TrainConfig, folder: RunFolder, corpus: Corpus) -> dict
     check_whole(folder.checkpoint, state)
     with reading(folder.checkpoint):
         check_same_run(state, config, corpus.labels, corpus.fingerprint)
-        if (step := state["position"]["best_step"]) and not folder.best.is_dir():
+        at, counts = state["position"], ("step", "skipped", "best_step", "epoch_applied")
+        if not (all(is_count(at[n]) for n in counts) and all(isinstance(x, int | float) for x in at.values())):
+            raise ValueError(f"its position is {shown(at)}")
+        if (step := at["best_step"]) and not folder.best.is_dir():
             raise CheckpointError(
                 f"the best model of the run, that of update {step}, is not in {folder.best}. Bring it back, or start again with --overwrite."
             )

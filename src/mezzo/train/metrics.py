@@ -207,8 +207,7 @@ def smooth(values: list[float]) -> list[float]:
     >>> [round(value, 3) for value in smooth([1.0, 3.0])]
     [1.0, 2.026]
     """
-    smoothed = SmoothedLoss()
-    return [smoothed.add(value) for value in values]
+    return list(map(SmoothedLoss().add, values))
 
 
 def save_curves(metrics: Path, picture: Path) -> None:

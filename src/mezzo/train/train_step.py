@@ -91,11 +91,10 @@ class Updater:
             return total
 
         lr = float(self._schedule.get_last_lr()[0])
-        if self.amp.policy.guard.on_overflow == "retry":
-            result = self.amp.step(closure, max_norm=self._max_norm)
-        else:
+        retries = self.amp.policy.guard.on_overflow == "retry"
+        if not retries:
             closure()
-            result = self.amp.step(max_norm=self._max_norm)
+        result = self.amp.step(closure if retries else None, max_norm=self._max_norm)
         loss = self.world.sum(losses[-1].cpu()).item()
         update = Update(applied=result.applied, loss=loss, scale=result.scale, grad_norm=result.grad_norm, lr=lr)
         self.amp.zero_grad()
@@ -161,9 +160,8 @@ class Average:
 
         Writes: weights, and sets them back bit for bit. Syncs: no.
         """
-        params = list(self._averages)
-        kept = [p.detach().clone() for p in params]
-        self._write([self._averages[p] for p in params])
+        kept = [p.detach().clone() for p in self._averages]
+        self._write(list(self._averages.values()))
         try:
             yield
         finally:
@@ -176,8 +174,7 @@ class Average:
 
     def weights(self) -> dict[str, Tensor]:
         """Return the model's state dict in fp32, trainable weights averaged. Syncs: no."""
-        averaged = {name: self._averages[p].clone() for name, p in self._names.items()}
-        return {**self._amp.export_weights(), **averaged}
+        return self._amp.export_weights() | {name: self._averages[p].clone() for name, p in self._names.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` takes: the averages by name, not copied. Syncs: no."""

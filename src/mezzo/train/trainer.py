@@ -125,8 +125,7 @@ class Trainer:
             at.epoch_loss, at.epoch_applied = 0.0, 0
         numbers = {"loss": update.loss, "grad_norm": update.grad_norm, "lr": update.lr, "scale": update.scale}
         out.log.add(kind="update", step=at.step, **numbers, applied=update.applied)
-        tracked = {**numbers, "skipped": float(at.skipped)}
-        out.track(at.step, {f"train/{name}": number for name, number in tracked.items()})
+        out.track(at.step, {f"train/{name}": x for name, x in (numbers | {"skipped": float(at.skipped)}).items()})
         out.progress.update(at.step, loss=update.loss, lr=update.lr, scale=update.scale, skipped=at.skipped)
 
     def _loss(self, rows: list[int], index: int) -> Tensor:
