@@ -19,6 +19,7 @@ PROGRAMS: dict[str, tuple[Function, str]] = {
     "eps in a quotient": (lambda x: x / (x.abs().sum() * 0 + 1e-9), "fp16"),
     "sigmoid rounds to 1": (lambda x: torch.log(1 - torch.sigmoid(x.abs() + 9)), "bf16"),
     "tanh rounds to 1": (lambda x: torch.log(1 - torch.tanh(x.abs() + 5)), "fp16"),
+    "a number over a tensor": (lambda x: 0.5 / (x * 0 + 5e-6), "fp16"),
     "squares overflow": (lambda x: (x * 1e3).square().mean(-1).rsqrt(), "fp16"),
 }
 

@@ -38,7 +38,8 @@ def edit_of(site: Site) -> str:
         return write_module_rule(ModuleRule(pattern=site.module, precision=Rule.FP32))
     if site.is_own or not site.is_ruled:
         return ""
-    known = next((name for name in (site.called, site.op) if name in known_ops()), None)
+    called = "" if site.called == "div" else site.called  # 1 / x is two ops of torch's, and no div
+    known = next((name for name in (called, site.op) if name in known_ops()), None)
     return "" if known is None else f"op:{write_op_rule(known, Rule.FP32)}"
 
 
