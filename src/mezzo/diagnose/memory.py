@@ -207,9 +207,7 @@ def memory(
     optimizers = optimizers_of("memory", model, optimizer)
     check_trial("memory", batch, loss_fn)
     chosen = as_policy(policy).resolve(device_of(model))
-    outline = _outline(
-        model, chosen, bool(optimizers)
-    )  # first: a model that is sharded has other parameters by now and then
+    outline = _outline(model, chosen, bool(optimizers))  # which refuses a sharded model
     _check_fit(model, optimizers, chosen)
     stored = dict(zip(model.parameters(), outline.parameters(), strict=True))
     tally: _Bytes = defaultdict(Counter)

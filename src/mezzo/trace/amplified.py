@@ -27,9 +27,7 @@ _MOVES = frozenset("index gather index_select take masked_select clone copy to e
 """Ops that make no error of what they are given alone, but may show one: they move it, or scale it by a number."""
 _LOGARITHMS = frozenset({"log", "log2", "log10", "log1p"})
 """Ops whose gradient is right where their argument is."""
-_SHARED = frozenset(
-    {"logsumexp", "add", "sub", "to", "copy", "clone", "cat", "stack", "index", "gather", "index_select", "where"}
-)
+_SHARED = frozenset("logsumexp add sub to copy clone cat stack index gather index_select where".split())
 """Ops through which the gradient of a logsumexp goes back whole."""
 _EQUALS = frozenset({"eq", "ne", "equal", "unique2", "unique_dim", "unique_consecutive"})
 _COMPARES = _EQUALS | {"lt", "le", "gt", "ge"}
