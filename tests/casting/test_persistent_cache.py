@@ -92,7 +92,8 @@ def test_a_kept_cast_of_a_weight_without_a_gradient_stays_in_a_fused_step() -> N
     (run(model, x).float() + model.bias).square().sum().backward()
     before = [p._version for p in model.parameters()]
     optimizer.step()
-    assert [p._version for p in model.parameters()] == [before[0], before[1] + 1]
+    after = [p._version for p in model.parameters()]
+    assert after[0] == before[0] and after[1] > before[1]
 
 
 def test_a_fused_step_makes_a_kept_cast_stale() -> None:

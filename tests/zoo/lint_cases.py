@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from tests.zoo.case import Case
 from tests.zoo.faulty_forward import BF16, FP16, Run, functional
-from tests.zoo.lint_amplified import bins_in_16_bit, cosine_from_one
+from tests.zoo.lint_amplified import bins_in_16_bit, cosine_from_one, weights_exchanged_inside_the_region
 from torch import Tensor, nn
 
 
@@ -395,5 +395,6 @@ LINTS = [
     LintCase(build=whole_model_of_before, verdict="no-gradients", dtypes=(BF16,), names=("1.weight, 1.bias",)),
     LintCase(build=moments_set_back, verdict="exploding-step", dtypes=(BF16,), names=("one step of Adam",)),
     LintCase(build=rollout_without_a_bound, verdict="exploding-loop", dtypes=(BF16,), names=("19 times",)),
+    LintCase(build=weights_exchanged_inside_the_region, verdict="stale-cast", dtypes=BOTH, names=("parameter weight",)),
     LintCase(build=unscaled_fp16, verdict="no-loss-scale"),
 ]
