@@ -250,9 +250,8 @@ class PolicyFields:
               f"scaling={shown(self.scaling)} must be a ScalingConfig or None.")  # fmt: skip
         check(isinstance(self.guard, GuardConfig), f"guard={shown(self.guard)} must be a GuardConfig.")
         if self.loss is torch.float16 and self.scaling is not None and self.scaling.dynamic:
-            first = max(
-                32768.0, self.scaling.min_scale
-            )  # the gradient of the loss is the scale, of which fp16 holds no more
+            # The gradient of the loss is the scale, and fp16 holds no power of two above this.
+            first = max(32768.0, self.scaling.min_scale)
             if self.scaling.init_scale >= 65536.0 > first:
                 object.__setattr__(self, "scaling", replace(self.scaling, init_scale=first))
         check(self.state is not torch.float16, "state=fp16 cannot hold moments; write state=bf16 or state=fp32.")
