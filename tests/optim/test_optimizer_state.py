@@ -85,6 +85,14 @@ def test_copies_go_their_own_way(
     assert equal(snapshot(one), snapshot(other))
 
 
+@pytest.mark.parametrize("master", ["split", "fp32", "kahan"])
+def test_a_master_read_before_the_first_step_leaves_no_state(master: str) -> None:
+    params = parameters(torch.bfloat16)
+    optimizer = AdamW(params, master=master)  # type: ignore[arg-type]
+    assert all(torch.equal(optimizer.master(p), p.detach().float()) for p in params_of(optimizer))
+    assert not optimizer.state and not optimizer.state_dict()["state"]
+
+
 def test_loading_does_not_share_memory_with_the_state_dict() -> None:
     one = trained(AdamW, {"master": "split"}, torch.bfloat16)
     state = one.state_dict()
