@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.step.test_interrupted import SRC, interrupted
+from tests.step.test_interrupted import SHOWN, SRC, interrupted, show, with_gradients
 from torch import Tensor, nn
 
 import mezzo
@@ -106,29 +106,16 @@ def test_a_gradient_that_is_replaced_counts_and_stays_the_callers(policy: str, k
 @pytest.mark.parametrize("policy", ["fp16, scaling.init_scale=1024", "fp16-master, scaling.init_scale=1024"])
 def test_ctrl_c_around_gradients_that_are_shown_costs_no_step_to_come(policy: str) -> None:
     """Whatever line it comes at: `zero_grad` is taken, gradients have the dtype that they had, and the next step is the right one."""
-    x = torch.linspace(-1, 1, 8).reshape(2, 4)
-
-    def made() -> tuple[nn.Linear, mezzo.Stepper]:
-        torch.manual_seed(0)
-        model = nn.Linear(4, 4)
-        amp = mezzo.prepare(model, torch.optim.RMSprop(model.parameters(), lr=0.1), policy)
-        amp.backward(model(x).float().square().mean())
-        return model, amp
-
-    def show(amp: mezzo.Stepper) -> None:
-        with amp.unscaled_grads():
-            pass
-
-    model, amp = made()
+    model, amp = with_gradients(torch.optim.RMSprop, policy)
     dtypes = [p.grad_dtype for p in model.parameters()]  # type: ignore[attr-defined]  # torch 2.9 and later
     amp.step()
     want, at = amp.export_weights(), 0
     while True:
-        model, amp = made()
+        model, amp = with_gradients(torch.optim.RMSprop, policy)
         came = interrupted(partial(show, amp), at, inside=SRC + "/step")
         amp.zero_grad()
         assert [p.grad_dtype for p in model.parameters()] == dtypes, at  # type: ignore[attr-defined]  # as above
-        amp.backward(model(x).float().square().mean())
+        amp.backward(model(SHOWN).float().square().mean())
         amp.step()
         torch.testing.assert_close(amp.export_weights(), want, rtol=0, atol=0)
         if not came:

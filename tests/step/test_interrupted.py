@@ -355,28 +355,31 @@ def test_a_step_that_finds_no_memory_for_buffers_is_not_taken(policy: str, *, by
     assert count > 20
 
 
+SHOWN = torch.linspace(-1, 1, 8).reshape(2, 4)
+
+
+def with_gradients(optimizer: Callable[..., torch.optim.Optimizer], policy: str) -> tuple[nn.Linear, mezzo.Stepper]:
+    """Return a layer behind the backward pass of one loss of `SHOWN`, the same at each call."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    amp = mezzo.prepare(model, optimizer(model.parameters(), lr=0.1), policy)
+    amp.backward(model(SHOWN).float().square().mean())
+    return model, amp
+
+
+def show(amp: mezzo.Stepper) -> None:
+    with amp.unscaled_grads():
+        pass
+
+
 @pytest.mark.parametrize("policy", ["fp16, scaling.init_scale=1024", "fp16-master, scaling.init_scale=1024"])
 def test_gradients_that_were_interrupted_while_they_are_shown_are_not_stepped(policy: str) -> None:
     """On the way in or out some carry the loss scale and others do not: the step is the right one, or refused until zero_grad."""
-    x = torch.linspace(-1, 1, 8).reshape(2, 4)
-
-    def made() -> tuple[nn.Module, mezzo.Stepper]:
-        model = nn.Linear(4, 4)
-        nn.init.constant_(model.weight, 0.5)
-        nn.init.constant_(model.bias, 0.5)
-        amp = mezzo.prepare(model, mezzo.optim.SGD(model.parameters(), lr=0.1), policy)
-        amp.backward(model(x).float().square().mean())
-        return model, amp
-
-    def show(amp: mezzo.Stepper) -> None:
-        with amp.unscaled_grads():
-            pass
-
-    model, amp = made()
+    model, amp = with_gradients(mezzo.optim.SGD, policy)
     amp.step()
     want, refused = amp.export_weights(), 0
     for at in range(0, 400, 3):
-        model, amp = made()
+        model, amp = with_gradients(mezzo.optim.SGD, policy)
         came = interrupted(partial(show, amp), at, inside=SRC + "/step/grad_passes.py")
         try:
             amp.step()
@@ -384,7 +387,7 @@ def test_gradients_that_were_interrupted_while_they_are_shown_are_not_stepped(po
             assert "amp.unscaled_grads():` that was interrupted" in str(error)
             refused += 1
             amp.zero_grad()
-            amp.backward(model(x).float().square().mean())
+            amp.backward(model(SHOWN).float().square().mean())
             amp.step()
         torch.testing.assert_close(amp.export_weights(), want, rtol=0, atol=0)
         if not came:
