@@ -215,7 +215,7 @@ class Gradients:
         params = [p for p in self.parameters() if not is_stale(pending, p)]
         seen = self._are_bad([p.grad for p in params if p.grad is not None])
         pending.gradients_bad = either(seen, pending.gradients_bad)
-        self._leftovers.num_unstepped = 3  # of which nothing is said any more
+        self._leftovers.is_stepped = True
         try:
             self._is_shown = True
             with true_gradients(params, pending):
@@ -330,7 +330,7 @@ class Gradients:
         """End the step, that of the optimizers which `stepped`: what gradients are left are spent. Syncs: no."""
         if self._pending is not None:
             self._closed, self._pending = self._pending, None
-            self._leftovers.num_unstepped = 3  # of which nothing is said any more
+            self._leftovers.is_stepped = True
         if stepped and self._closed and (len(stepped) < len(self.optimizers) or self._leftovers.is_part):
             self._leftovers.close(stepped, self._closed)
         self._versions.close(self.parameters())

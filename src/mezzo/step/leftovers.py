@@ -38,7 +38,7 @@ class Leftovers:
     of an optimizer that its gradients must be whole.
 
     Attributes:
-        num_unstepped: losses under a loss scale that went backward before the first step; 3 from there on, or where true gradients were shown.
+        is_stepped: whether a step was taken, or true gradients were shown, as an update by hand needs them.
         pending: the step of that loss, which goes on where each optimizer skips by itself.
         is_part: whether the last step was that of some optimizers and not of all.
         spent_by: the optimizers that ended the step of a loss for others too, in words; empty where there are none.
@@ -46,13 +46,13 @@ class Leftovers:
 
     def __init__(self, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]) -> None:
         self._optimizers, self._names = optimizers, names
-        self.num_unstepped = 0
+        self._num_begun, self.is_stepped = 0, False
         self.forget()
 
     def note_begun(self) -> None:
         """Say in the log, once, that losses go backward under a loss scale and nothing is stepped. Host only."""
-        self.num_unstepped += 1
-        if self.num_unstepped == 3:
+        self._num_begun += 1
+        if self._num_begun == 3 and not self.is_stepped:
             _log.warning(
                 "three losses went backward without amp.step(), and their gradients are multiplied by the loss scale: an update by hand takes steps that are too "
                 "large by it. Write amp.step(); for updates by hand amp.grad(loss, list(model.parameters())), or read .grad inside `with amp.unscaled_grads():`."
