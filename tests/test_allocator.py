@@ -1,10 +1,11 @@
-"""Kept memory: a block that is freed and taken again brings no new pages, until it is undone; in processes of their own."""
+"""Kept memory: a block that is freed and taken again brings no new pages and leaves no gap, until it is undone; in processes of their own."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -40,6 +41,22 @@ print(first, again, held - resident(), kept.is_kept)
 """
 
 
+PEAK = """
+import resource, torch
+from mezzo import keep_memory
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+
+kept, before, held = keep_memory(), resident(), []
+for _ in range(200):
+    passing = torch.ones(100_000)
+    held.append((torch.ones(100_000), torch.ones(2)))
+    del passing
+print(resident() - before)
+"""
+
+
 def run(program: str = PROGRAM, **environment: str) -> list[str]:
     own = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     done = subprocess.run([sys.executable, "-c", program], env=own, capture_output=True, text=True, check=True)
@@ -54,6 +71,55 @@ def test_prepare_offers_once_that_a_block_taken_again_costs_no_pages_until_undon
     first, again, given_back, is_kept = counted.split()
     assert int(again) < int(first) / 10 and int(given_back) > 60_000_000
     assert is_kept == "False"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc is Linux's")
+def test_what_an_op_frees_between_tensors_that_stay_is_taken_again() -> None:
+    (grown,) = run(PEAK)
+    assert int(grown) < 1.1 * 200 * 400_000  # what torch asks of glibc by itself takes twice the tensors' bytes
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc is Linux's")
+def test_tensors_of_every_allocator_live_on_and_are_freed_when_memory_is_kept_and_undone() -> None:
+    shown = run("""
+import copy, io, torch
+from mezzo import keep_memory
+from torch.profiler import ProfilerActivity, profile
+
+def uses(one):
+    one.untyped_storage().resize_(4 * len(one))
+    assert one.data_ptr() % 64 == 0 and torch.equal(one + 1, copy.deepcopy(one) + 1)
+    torch.save(one, io.BytesIO())
+    return one.sum().item()
+
+before = torch.arange(1000.0)
+first, second = keep_memory(), keep_memory()
+between = torch.arange(1000.0)
+first.undo()  # the second call's stands
+also = torch.arange(1000.0)
+with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    torch.empty(1000)
+print(sum(event.cpu_memory_usage for event in seen.key_averages() if event.key == "aten::empty"))
+try:
+    torch.empty(1 << 50)
+except RuntimeError as error:
+    print("can't allocate memory" in str(error), str(1 << 52) in str(error))
+second.undo()
+after = torch.empty(0).data_ptr() or torch.arange(1000.0)
+print([uses(one) for one in (before, between, also, after)], [one.share_memory_().is_shared() for one in (between, also)])
+del before, between, also, after
+""")
+    assert shown == ["4000", "True True", "[499500.0, 499500.0, 499500.0, 499500.0] [True, True]"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc is Linux's")
+def test_memory_is_kept_without_a_compiler_too_and_the_log_says_what_that_costs(tmp_path: Path) -> None:
+    said = run("import logging, sys; logging.basicConfig(stream=sys.stdout, format='%(message)s')\nfrom mezzo import keep_memory; print(keep_memory())",
+               PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path), TMPDIR=str(tmp_path), CXX="")  # fmt: skip
+    assert said == [
+        "memory is kept with gaps between tensors, so the peak is higher: no C++ compiler (g++, clang++, or the one that CXX names). Install g++ or clang++, or set CXX.",
+        "KeptMemory(kept until undo())",
+    ]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc is Linux's")

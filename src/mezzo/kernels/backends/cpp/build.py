@@ -67,16 +67,16 @@ def _flags() -> list[str]:
     return [*FLAGS, "-march=native", f"-DMEZZO_FMA={int(torch_fuses())}", *os.environ.get("MEZZO_CXXFLAGS", "").split()]
 
 
-def library(source: Path) -> ctypes.CDLL:
-    """Return a kernel's compiled code, compiling it if this machine has not yet; seconds, then never again.
+def library(source: Path, *options: str) -> ctypes.CDLL:
+    """Return a source's compiled code, compiling it if this machine has not yet; seconds, then never again.
 
-    The file's name holds everything the result depends on: sources, flags and processor, and the compiler where CXX
+    The file's name holds everything the result depends on: sources, flags, further options and processor, and the compiler where CXX
     names one. So what was compiled once is found where there is no compiler.
 
     Raises: NativeBuildError: no source, no compiler, or it failed, or nowhere to keep what it made; with the first complaint.
     """
     try:
-        found = _library(source)
+        found = _library(source, options)
     except OSError as error:  # in a zip file, or frozen without its data
         why, remedy = f"({error.strerror}: '{error.filename}')", "Install mezzo as files, .cpp and .h among them."
         raise NativeBuildError(f"their source cannot be read {why}", remedy) from error
@@ -115,13 +115,13 @@ class Kernel:
 
 
 @functools.cache
-def _library(source: Path) -> ctypes.CDLL | NativeBuildError:
-    parts = [os.environ.get("CXX", ""), _machine(), *_flags(), *texts(source)]
+def _library(source: Path, options: tuple[str, ...]) -> ctypes.CDLL | NativeBuildError:
+    parts = [os.environ.get("CXX", ""), _machine(), *_flags(), *options, *texts(source)]
     name = f"{source.parent.name}-{hashlib.sha256(os.fsencode(chr(0).join(parts))).hexdigest()[:16]}.so"
     for folder in kernel_cache.candidates():
         if (found := kernel_cache.load(folder, name)) is not None:
             return found
-    if (found := _carried(source)) is not None:
+    if not options and (found := _carried(source)) is not None:
         return found
     try:
         cxx = compiler()
@@ -131,7 +131,11 @@ def _library(source: Path) -> ctypes.CDLL | NativeBuildError:
     complaints = []
     for home in (*kernel_cache.candidates(), None):  # None: a folder of this process
         try:
-            return _built(cxx, source, kernel_cache.fresh() if home is None else home, name)
+            return _built(
+                [cxx, *_flags(), f"-I{HEADERS}", str(source), *options],
+                kernel_cache.fresh() if home is None else home,
+                name,
+            )
         except (OSError, NativeBuildError) as error:
             complaints.append(str(error))
     return NativeBuildError(complaints[0], _REMEDY)
@@ -149,27 +153,27 @@ def _carried(source: Path) -> ctypes.CDLL | None:
     return None
 
 
-def _built(cxx: str, source: Path, folder: Path, name: str) -> ctypes.CDLL:
+def _built(command: list[str], folder: Path, name: str) -> ctypes.CDLL:
     with kernel_cache.opened(folder, make=True):
-        code = _compiled(cxx, source, folder)
+        code = _compiled(command, folder)
     kernel_cache.store(folder, name, code)
     found = kernel_cache.load(folder, name)
     if found is None:
-        raise NativeBuildError(f"what {cxx} built does not load from {folder}", _REMEDY)
+        raise NativeBuildError(f"what {command[0]} built does not load from {folder}", _REMEDY)
     return found
 
 
-def _compiled(cxx: str, source: Path, folder: Path) -> bytes:
-    """Return the code that a compiler makes of a source; what lies around meanwhile lies in `folder`."""
+def _compiled(command: list[str], folder: Path) -> bytes:
+    """Return the code that a compiler makes; what lies around meanwhile lies in `folder`."""
     with tempfile.TemporaryDirectory(dir=folder, prefix=".build-", ignore_cleanup_errors=True) as scratch:
         target = Path(scratch) / "kernel.so"
         done = subprocess.run(
-            [cxx, *_flags(), f"-I{HEADERS}", str(source), "-o", str(target)],
+            [*command, "-o", str(target)],
             env={**os.environ, "LC_ALL": "C", "TMPDIR": scratch},
             stdin=subprocess.DEVNULL, capture_output=True, check=False,
         )  # fmt: skip
         if done.returncode != 0:
             said = done.stderr.decode(errors="replace")
             complaint = next((line for line in said.splitlines() if "error" in line), said[:200])
-            raise NativeBuildError(f"{cxx} does not compile it: {complaint.strip()}", _REMEDY)
+            raise NativeBuildError(f"{command[0]} does not compile it: {complaint.strip()}", _REMEDY)
         return target.read_bytes()
