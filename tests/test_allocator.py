@@ -113,6 +113,51 @@ del before, between, also, after
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc is Linux's")
+def test_blocks_that_onednn_frees_by_the_allocator_of_that_moment_are_known_by_who_made_them() -> None:
+    shown = run("""
+import torch
+from mezzo import keep_memory
+
+def blocks():
+    return [torch.ones(100 + index, 1000).to_mkldnn() for index in range(50)]
+
+before, kept = blocks(), keep_memory()
+between = blocks()
+del before
+kept.undo()
+after = blocks()
+del between
+kept = keep_memory()
+print(sum(one.to_dense().sum().item() for one in after))
+del after
+print(sum(one.to_dense().sum().item() for one in blocks()))
+""")
+    assert shown == [str(1000.0 * sum(range(100, 150)))] * 2
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no large pages")
+def test_large_tensors_ask_for_large_pages_and_small_ones_for_none() -> None:
+    asks = run("""
+import torch
+from mezzo import keep_memory
+
+def flags(address):
+    inside = False
+    for line in open("/proc/self/smaps"):
+        first, dash, last = line.split()[0].partition("-")
+        if dash:
+            inside = int(first, 16) <= address < int(last, 16)
+        elif inside and line.startswith("VmFlags"):
+            return line.split()
+
+kept = keep_memory()
+large = torch.ones(8 << 20)
+print("hg" in flags(large.data_ptr() + (4 << 20)), "hg" in flags(torch.ones(1 << 20).data_ptr()))
+""")
+    assert asks == ["True False"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc is Linux's")
 def test_memory_is_kept_without_a_compiler_too_and_the_log_says_what_that_costs(tmp_path: Path) -> None:
     said = run("import logging, sys; logging.basicConfig(stream=sys.stdout, format='%(message)s')\nfrom mezzo import keep_memory; print(keep_memory())",
                PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path), TMPDIR=str(tmp_path), CXX="")  # fmt: skip

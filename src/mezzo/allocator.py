@@ -60,7 +60,7 @@ class KeptMemory:
         if not KeptMemory.in_force:
             _set(glibc, _UNDO)
             if (blocks := _blocks()) is not None:
-                blocks.mezzo_allocator_remove()
+                blocks.mezzo_allocator_fit(0)
             glibc.malloc_trim(0)
 
     def __enter__(self) -> KeptMemory:
@@ -97,8 +97,10 @@ def keep_memory() -> KeptMemory:
     if not _set(glibc, _KEEP):
         _set(glibc, _UNDO)
         return KeptMemory(None, "glibc refused the settings")
-    if blocks is not None:
-        blocks.mezzo_allocator_install()
+    if blocks is not None and not blocks.mezzo_allocator_fit(1):
+        _log.warning(
+            "memory is kept with gaps between tensors, so the peak is higher: another library gave torch its allocator"
+        )
     return KeptMemory(glibc)
 
 
