@@ -24,7 +24,7 @@ INF = math.inf
 CPU = torch.device("cpu")
 
 
-def pending(scale: float | None = None, **flags: bool) -> AccumulationState:
+def pending(scale: float | None = None, **flags: Any) -> AccumulationState:
     return AccumulationState(None if scale is None else torch.tensor(scale), CPU, **flags)
 
 
@@ -56,9 +56,9 @@ def check(
 
 def on_its_way(state: AccumulationState) -> AccumulationState:
     """Return a state whose flags are tensors, as an accelerator has them."""
-    flags = {name: torch.tensor(getattr(state, name)) for name in ("loss_bad", "gradients_bad")}
+    seen = {index: torch.tensor(bad) for index, bad in state.gradients_bad.items()}
     bad = torch.tensor(True) if state.penalty_bad else False
-    return replace(state, penalty_bad=bad, **flags)
+    return replace(state, penalty_bad=bad, loss_bad=torch.tensor(state.loss_bad), gradients_bad=seen)
 
 
 def _values(flags: StepFlags[Any]) -> list[Any]:
@@ -125,9 +125,9 @@ class TestWhoSkips:
         flags = check(grads([1.0], [math.nan]), pending(loss_bad=True), "independent")
         assert (flags.skipped, flags.reason) == ((0.0, 1.0), "loss")
 
-    @pytest.mark.parametrize("early", ["gradients_bad", "penalty_bad"])
-    def test_what_was_seen_before_an_edit_counts(self, early: str) -> None:
-        flags = check(grads([1.0]), pending(**{early: True}))
+    @pytest.mark.parametrize("early", [{"gradients_bad": {0: True}}, {"penalty_bad": True}])
+    def test_what_was_seen_before_an_edit_counts(self, early: dict[str, Any]) -> None:
+        flags = check(grads([1.0]), pending(**early))
         assert (flags.skipped, flags.reason) == ((1.0,), "gradients")
 
     def test_a_loss_made_of_a_bad_penalty_is_no_witness(self) -> None:

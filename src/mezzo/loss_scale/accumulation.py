@@ -150,7 +150,7 @@ class AccumulationState:
         scale: shape (), fp32; None without scaling.
         device: where the flags lie that the host does not know.
         loss_bad: a loss was inf or NaN before scaling.
-        gradients_bad: inf or NaN were seen before somebody edited the gradients.
+        gradients_bad: by optimizer, inf or NaN were seen in its gradients before somebody edited them, or another one took its step alone.
         penalty_bad: inf or NaN were in what `grad` returned, so that a loss made of it is no witness.
         flushed: shape (), fp32: share of the gradients' elements that 16 bit flushed to zero; None: not measured.
         is_scaled: a loss was multiplied by the scale.
@@ -162,7 +162,7 @@ class AccumulationState:
     scale: Tensor | None
     device: torch.device
     loss_bad: Flag = False
-    gradients_bad: Flag = False
+    gradients_bad: dict[int, Flag] = field(default_factory=dict)
     penalty_bad: Flag = False
     flushed: Tensor | None = None
     is_scaled: bool = False

@@ -17,6 +17,7 @@ from ..distributed import is_summed_apart
 from ..errors import CastError, StepError, listed
 from ..kernels import GradientCheck, any_dtensor, move, norm_and_finite
 from ..loss_scale import AccumulationState, Flag, GradVersions, check_loss, either, host_decides, is_bad, without
+from ..optim import parameters
 from ..read_only import read_only
 from ..stamp import Stamp
 from .grad_passes import HALF_SHOWN, ShownGrads, add_up_parts_, measure_flush, true_gradients
@@ -208,13 +209,11 @@ class Gradients:
     @contextmanager
     def unscaled(self) -> Iterator[dict[str, Tensor]]:
         """Show true gradients; see `Stepper.unscaled_grads`. Syncs: no."""
-        self._refuse_while_shown("unscaled_grads()")
         pending = self.require("unscaled_grads()")
         self._accept_edits(pending, self.parameters())
         self._add_up_parts()
         params = [p for p in self.parameters() if not is_stale(pending, p)]
-        seen = self._are_bad([p.grad for p in params if p.grad is not None])
-        pending.gradients_bad = either(seen, pending.gradients_bad)
+        self._note_bad(pending)
         self._leftovers.is_stepped = True
         try:
             self._is_shown = True
@@ -320,6 +319,9 @@ class Gradients:
             raise StepError(why_no_gradients(self._model, list(chosen.values()), self._names, was_reached=was_reached))
         if pending.stale:
             self._leftovers.refuse_stale(pending, [p for one in found for p in one.params])
+        is_first_turn = len(chosen) < len(self.optimizers) and pending is not self._leftovers.pending
+        if self._by_turns and is_first_turn and pending.loss_bad is not False:
+            self._note_bad(pending)  # of all: what the loss of one has spoilt is gone when another is stepped
         return found
 
     def _add_up_parts(self) -> None:
@@ -354,6 +356,12 @@ class Gradients:
             self._pending.penalty_bad = either(bad, self._pending.penalty_bad)
         else:
             self._penalty_bad = either(bad, self._penalty_bad)
+
+    def _note_bad(self, pending: AccumulationState) -> None:
+        """Remember of which optimizers gradients of this step are not finite. Syncs: no."""
+        for index, one in enumerate(self.optimizers):
+            if grads := [p.grad for p in parameters(one) if p.grad is not None and not is_stale(pending, p)]:
+                pending.gradients_bad[index] = either(self._are_bad(grads), pending.gradients_bad.get(index, False))
 
     def _are_bad(self, grads: Iterable[Tensor]) -> Flag:
         return is_bad(norm_and_finite(list(grads)).norm, self.device)

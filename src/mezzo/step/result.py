@@ -122,12 +122,16 @@ def check_grads(
         return StepFlags(**_HEALTHY, grad_norm=norm, norms=(norm,), skipped=(0.0,))
     # A scale of 0 shows in the norms, which were divided by it.
     unusable = False if scale is None else is_bad(scale, device)
+    seen = pending.gradients_bad
+    if skip == "together":
+        seen = dict.fromkeys([one.index for one in grads], either(*seen.values()))
+    others = [bad for index, bad in seen.items() if all(index != one.index for one in grads)]
     own = Findings(
-        early=either(pending.gradients_bad, pending.penalty_bad, unusable),
-        # A loss made of a penalty that was not finite is no witness.
-        loss=pending.loss_bad if pending.penalty_bad is False else without(pending.loss_bad, pending.penalty_bad),
+        early=either(pending.penalty_bad, unusable),
+        # A loss is no witness that is made of a penalty that was not finite, or spoilt gradients that are left alone here.
+        loss=without(pending.loss_bad, either(pending.penalty_bad, *others)),
         buffers=is_bad(norm_and_finite(written).norm, device) if written else False,
-        optimizers=[one.is_bad(device) for one in grads],
+        optimizers=[either(seen.get(one.index, False), one.is_bad(device)) for one in grads],
     )
     if consensus is None and len(grads) == 1 and grads[0].check.is_plain:
         check, bad = grads[0].check, own
@@ -141,7 +145,8 @@ def check_grads(
 
 def _all_well(one: OptimizerGrads, pending: AccumulationState, written: Sequence[Tensor]) -> Any:
     """Return the norm of gradients without a loss scale where nothing is wrong with anything, which needs no deciding; else None."""
-    is_doubted = pending.gradients_bad or pending.penalty_bad or pending.loss_bad or pending.flushed is not None
+    is_edited = any(pending.gradients_bad.values())
+    is_doubted = is_edited or pending.penalty_bad or pending.loss_bad or pending.flushed is not None
     known = None if is_doubted or not one.check.is_plain else one.check.known
     if known is None or not known.is_finite():
         return None
