@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import mezzo
+from mezzo.kernels import AUX_STATE
 from mezzo.optim import SGD, AdamW, MasterWeights
 
 MODES = ("split", "fp32", "kahan")
@@ -50,6 +51,17 @@ def made(kind: str, mode: str, steps: int) -> tuple[Any, list[nn.Parameter]]:
 def test_it_is_said_once(kind: str, mode: str, steps: int, caplog: pytest.LogCaptureFixture) -> None:
     optimizer, params = made(kind, mode, steps)
     optimizer.state.clear()
+    step(optimizer, params)
+    step(optimizer, params)
+    assert [SAID.format(kind) in message for message in caplog.messages] == [True]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_masters_that_are_taken_out_alone_are_said_too(kind: str, mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    optimizer, params = made(kind, mode, 2)
+    for p in params[:2]:
+        del optimizer.state[p][AUX_STATE[mode]]
     step(optimizer, params)
     step(optimizer, params)
     assert [SAID.format(kind) in message for message in caplog.messages] == [True]
@@ -103,6 +115,15 @@ def test_a_healthy_run_is_told_nothing(kind: str, change: Any, caplog: pytest.Lo
     for _ in range(2):
         step(optimizer, params)
     assert "was emptied" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_a_weight_that_was_given_its_master_lacks_none(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    optimizer, params = made(kind, "split", 2)
+    params[0].grad, params[0].data = None, optimizer.master(params[0]).clone()
+    del optimizer.state[params[0]]["remainder"]
+    step(optimizer, params)
+    assert caplog.text == ""
 
 
 def test_an_adopted_optimizer_says_it_too(caplog: pytest.LogCaptureFixture) -> None:

@@ -73,7 +73,8 @@ def is_hooked(optimizer: torch.optim.Optimizer) -> bool:
 def say_dropped(optimizer: HasMasters, before: Mapping[Tensor, torch.Size]) -> None:
     """Say in the log which of the parameters that kept something of a shape `before` the last step have it no more: somebody emptied the state. Host only."""
     held = {*parameters(optimizer)}
-    lost = [p for p, shape in before.items() if p in held and p.shape == shape and optimizer.aux_state(p)[1] is None]
+    kept = {p: optimizer.aux_state(p) for p, shape in before.items() if p in held and p.shape == shape}
+    lost = [p for p, (mode, aux) in kept.items() if mode != "none" and aux is None]
     if lost:
         _log.warning(
             "the state of %s was emptied since its last step, and with it the masters of %d weights, which begin anew at their %s values. To have moments "
@@ -155,6 +156,7 @@ class MasterOptimizer(KeepsMasters):
         self._kept_batches: dict[int, KeptBatches] = {}
         self._options: dict[int, tuple[list[Any], tuple[Any, ...]]] = {}
         self._entries: dict[Tensor, dict[str, Any]] = {}
+        self._aux: dict[Tensor, torch.Size] = {}
         self._group_indices = {}
         self.set_at = {}
 
@@ -244,16 +246,18 @@ class MasterOptimizer(KeepsMasters):
             return [(step, self._made(step, self._checked(step))) for step in steps]
         if len(self.state) != len(self._entries) or not all(map(is_, self.state.values(), self._entries.values())):
             # The state of a parameter is another object than in the last step.
-            say_dropped(self, {p: e[AUX_STATE[m]].shape for p, e in self._entries.items() if (m := mode_of_state(e))})
             self._kept_batches, self._entries = {}, dict(self.state)
         known = self._kept_batches
         kept = {k: known[k] for k, step in enumerate(steps) if k in known and known[k].fits(step)}
         stale = {number: self._checked(step) for number, step in enumerate(steps) if number not in kept}
+        if stale:
+            say_dropped(self, self._aux)
         for number, active in stale.items():
             kept[number] = KeptBatches(self._made(steps[number], active), steps[number], active)
         if stale:
             check_apart([batch.layout for one in kept.values() for batch in one.batches if batch.layout is not None])
             self._entries = dict(self.state)
+            self._aux = {p: e[AUX_STATE[m]].shape for p, e in self._entries.items() if (m := mode_of_state(e))}
         self._kept_batches = kept
         return [(step, kept[number].batches) for number, step in enumerate(steps)]
 

@@ -304,7 +304,8 @@ class MasterWeights(HasMasters):
         self, params: list[Tensor], found: Tensor | None, closure: Callable[[], float] | None
     ) -> float | None:
         """Swap masters with true gradients in, and step the inner optimizer; afterwards the model gets their weights."""
-        if not self._aux.keys() <= self.state.keys():
+        name = AUX_STATE.get(self.masters.mode, "")
+        if any(name not in self.state.get(p, ()) for p in self._aux):
             say_dropped(self, self._aux)
             self._aux = {}
         fp32_params = {p: self.masters.fp32_param(p) for p in params if self.masters.mode_of(p) != "none"}
@@ -315,7 +316,7 @@ class MasterWeights(HasMasters):
         try:
             torch.set_grad_enabled(False)
             for p in fp32_params:
-                step.aux[p] = self.state.get(p, {}).get(AUX_STATE.get(self.masters.mode, ""))
+                step.aux[p] = self.state.get(p, {}).get(name)
                 self._take_aux(p)
                 self.masters.open(p, step.aux[p])
             if fp32_params:
