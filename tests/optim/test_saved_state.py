@@ -139,3 +139,17 @@ def test_a_moment_that_is_sparse_is_refused_where_torch_steps_dense_ones(kind: A
     with pytest.raises(CheckpointError, match=f"{name}.*sparse"):
         amp.load_state_dict(saved)
     take(amp)
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16-master"])
+def test_a_momentum_that_is_sparse_is_for_sgd_alone(policy: str) -> None:
+    """RMSprop's next step ended in torch's words."""
+    model = torch.nn.Linear(4, 1)
+    amp = mezzo.prepare(model, torch.optim.RMSprop(model.parameters(), lr=0.1, momentum=0.9), policy)
+    amp.backward(model(torch.ones(3, 4)).square().mean())
+    assert amp.step()
+    saved = copy.deepcopy(amp.state_dict())
+    entry = saved["optimizers"][0]["state"][0]
+    entry["momentum_buffer"] = entry["momentum_buffer"].to_sparse()
+    with pytest.raises(CheckpointError, match=r"\['momentum_buffer'\] is a tensor of torch.sparse_coo"):
+        amp.load_state_dict(saved)

@@ -72,7 +72,7 @@ def check_saved(part: str, saved: Any, optimizer: Optimizer) -> None:
         where = f"{part}.state[{shown(key)}]"
         if key in owners:
             check_mapping(where, entry)
-            _check_entry(where, entry, owners[key], optimizer)
+            _check_entry(where, entry, owners[key], getattr(optimizer, "inner", optimizer))
         elif isinstance(key, int) and key not in optimizer.state:  # any other is a key of the optimizer's own
             refuse(where, f"belongs to none of the {len(params)} parameters")
     for group in groups:
@@ -165,6 +165,7 @@ def _wanted(name: str, own: object, value: object) -> str:
 
 def _check_entry(part: str, entry: Mapping[str, Any], param: Tensor, optimizer: Optimizer) -> None:
     own, is_known = optimizer.state.get(param, {}), _is_known(optimizer)
+    adds_up = is_torchs(optimizer) and isinstance(optimizer, torch.optim.SGD)  # gradients, which may be sparse
     for name, value in entry.items():
         now, where = own.get(name), f"{part}[{name!r}]"
         if is_known and name in _COUNTS:
@@ -180,7 +181,7 @@ def _check_entry(part: str, entry: Mapping[str, Any], param: Tensor, optimizer: 
                 refuse(where, f"is {describe(value)}, and must be {dtype_name(wanted)}")
         elif is_known and name in MOMENTS:
             if value is not None or name != _NONE_YET:
-                check_tensor(where, value, param, may_be_sparse=is_torchs(optimizer) and name == "momentum_buffer")
+                check_tensor(where, value, param, may_be_sparse=adds_up and name == _NONE_YET)
             if value is not None and value.is_complex() is not param.is_complex():
                 refuse(where, f"is {value.dtype}, and the parameter {param.dtype}")
         elif isinstance(now, Tensor) and now.dim() > 0:
