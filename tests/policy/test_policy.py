@@ -90,3 +90,14 @@ def test_a_file_is_read_again(tmp_path: Path) -> None:
     for policy in (POLICY, Policy()):
         policy.save(tmp_path / "p.toml")
         assert mezzo.policy.as_policy(str(tmp_path / "p.toml")) == policy
+
+
+def test_a_subclass_reads_itself(tmp_path: Path) -> None:
+    class Own(Policy):
+        pass
+
+    own = Own.parse("bf16, output=none")
+    own.save(tmp_path / "p.toml")
+    for found in (own, Own.from_dict(own.to_dict()), Own.load(tmp_path / "p.toml"), own.replace(output=None)):
+        assert type(found) is Own and found == own and repr(found) == "Own.parse('bf16, output=none')"
+    assert mezzo.prepare(nn.Linear(2, 2), None, own).policy is own

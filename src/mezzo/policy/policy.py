@@ -10,6 +10,7 @@ from difflib import SequenceMatcher
 from types import MappingProxyType
 
 import torch
+from typing_extensions import Self  # which torch brings
 
 from ..errors import PolicyError, listed, shown
 from ..formats import as_device, dtype_name
@@ -49,8 +50,8 @@ class Policy(PolicyFields):
         PolicyError: a value that does not exist or contradicts another.
     """
 
-    @staticmethod
-    def parse(text: str) -> Policy:
+    @classmethod
+    def parse(cls, text: str) -> Self:
         """Return the policy that a text describes: a preset, then edits; a later edit wins.
 
         Args:
@@ -62,17 +63,17 @@ class Policy(PolicyFields):
         >>> Policy.parse("bf16, output=fp32").output
         torch.float32
         """
-        return Policy._of(parse(text))
+        return cls._of(parse(text))
 
-    @staticmethod
-    def _of(fields: PolicyFields) -> Policy:
-        return Policy(**{name: getattr(fields, name) for name in fields.__dataclass_fields__})
+    @classmethod
+    def _of(cls, fields: PolicyFields) -> Self:
+        return cls(**{name: getattr(fields, name) for name in fields.__dataclass_fields__})
 
     def __str__(self) -> str:
         return str(written(self))
 
     def __repr__(self) -> str:
-        return f"Policy.parse({str(self)!r})"
+        return f"{type(self).__name__}.parse({str(self)!r})"
 
     def _repr_html_(self) -> str:
         return to_html(self)
@@ -81,8 +82,8 @@ class Policy(PolicyFields):
         """Return the policy as str, int, float, bool, list and dict, as a checkpoint or a TOML file holds it."""
         return to_document(self)
 
-    @staticmethod
-    def from_dict(document: Mapping[str, object]) -> Policy:
+    @classmethod
+    def from_dict(cls, document: Mapping[str, object]) -> Self:
         """Return the policy that `to_dict` wrote. Keys left out have the defaults of `Policy`.
 
         With a key "preset" they have that preset's values, and rules and tables add to its own, as edits do in a text.
@@ -90,7 +91,7 @@ class Policy(PolicyFields):
         Raises:
             PolicyError: an unknown key or a value that does not fit, by its key.
         """
-        return Policy._of(from_document(document))
+        return cls._of(from_document(document))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the policy to a TOML file. A crash leaves the old file or the new one, never a part.
@@ -102,14 +103,14 @@ class Policy(PolicyFields):
         """
         save(self, path, f"mezzo policy: {self}")
 
-    @staticmethod
-    def load(path: str | os.PathLike[str]) -> Policy:
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read a policy from a TOML file.
 
         Raises:
             PolicyError: no such file, not TOML, an unknown key or a value that does not fit, by file and key.
         """
-        return Policy._of(load(path))
+        return cls._of(load(path))
 
     def diff(self, other: PolicyLike) -> PolicyDiff:
         """Return what differs from another policy; false if nothing does, readable when printed."""
