@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.overrides import get_overridable_functions
 
 from .._torch import LOWRANK, OP_NAMESPACES
-from ..policy import ALIASES, OpRow, OpRules, op_table
+from ..policy import ALIASES, OpRow, OpRules, names_of_op, op_table
 
 AnyCallable = Callable[..., Any]
 
@@ -98,9 +98,8 @@ def rows_by_callable(ops: OpRules, device_type: str) -> dict[AnyCallable, OpRow]
     """Return callable to row: the table with its edits, for one device. Syncs: no."""
     rows = dict(op_table(ops.table, device_type))
     for op, rule in ops.edits:
-        name = ALIASES.get(op, op)
         instead = "another op, or another rule for it"
-        for one in (name, f"{name}_with_indices"):  # which max pooling calls for return_indices=True
+        for one in names_of_op(op):
             rows[one] = OpRow(op=one, rule=rule, reason="edited in the policy", instead=instead)
     names, drawing = callables_by_name(), (*_DRAWING, *_DRAWING.values())
     return {f: row for name, row in rows.items() for f in names.get(name, ()) if f not in drawing}

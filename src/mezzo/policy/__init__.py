@@ -23,6 +23,7 @@ from .table import ALIASES as ALIASES
 from .table import DISPATCH_KEYS as DISPATCH_KEYS
 from .table import OpRow as OpRow
 from .table import known_ops as known_ops
+from .table import names_of_op as names_of_op
 from .table import op_table as op_table
 from .table import registered as registered
 from .text import rules as rules

@@ -121,3 +121,9 @@ def known_ops() -> frozenset[str]:
     names = {f.__name__ for f in overridable if hasattr(f, "__name__")} - UNSEEN
     public = {name for name in names if not name.startswith("__") and not name.endswith("_")}
     return frozenset(public) | {op for family in FAMILIES for op in family.ops}
+
+
+def names_of_op(op: str) -> tuple[str, ...]:
+    """Return the names that a rule for an op holds for: its own in a table, and what max pooling calls for return_indices=True. Syncs: no."""
+    name = ALIASES.get(op, op)
+    return tuple(one for one in (name, f"{name}_with_indices") if one == name or one in known_ops())

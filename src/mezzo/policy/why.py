@@ -20,7 +20,7 @@ from ..formats import as_device, dtype_name
 from .fields import CacheName, ModuleRule, OpRules, PolicyFields, check, check_known, check_op, names_of
 from .kinds import FP32_RULES, Rule
 from .spelling import spell, write_module_rule, write_op_rule
-from .table import ALIASES, OpRow, op_table
+from .table import ALIASES, OpRow, names_of_op, op_table
 from .text import Written, written
 
 
@@ -236,5 +236,5 @@ def _differing(ops: OpRules, device_type: str) -> tuple[str, ...]:
 
 def _rules(ops: OpRules, device_type: str) -> dict[str, Rule]:
     rules = {op: row.rule for op, row in op_table(ops.table, device_type).items()}
-    rules |= {ALIASES.get(op, op): rule for op, rule in ops.edits}
+    rules |= {name: rule for op, rule in ops.edits for name in names_of_op(op)}
     return {op: rule for op, rule in rules.items() if rule is not Rule.AS_IS}
