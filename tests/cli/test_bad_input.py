@@ -231,3 +231,33 @@ def test_a_replay_looks_at_its_folder_before_it_runs_the_model(
     (tmp_path / "makes.py").write_text("raise SystemError('ran')\n")
     words = ["--step", "1", "--model", f"{tmp_path / 'makes.py'}:build"]
     assert held in refused(capsys, "replay", str(tmp_path / folder), *words)
+
+
+MEETING = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"WORLD_SIZE": "x"}, "WORLD_SIZE is 'x'"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE is ''"),
+        ({"RANK": "x"}, "RANK is 'x'"),
+        ({"RANK": "2"}, "RANK is 2 in the environment, and WORLD_SIZE 2, so ranks are 0 to 1"),
+        ({"RANK": None}, "environment variable RANK expected, but not set"),
+        ({"MASTER_ADDR": None}, "environment variable MASTER_ADDR expected"),
+        ({"MASTER_PORT": "x"}, "MASTER_PORT is 'x'"),
+    ],
+)
+def test_ranks_that_the_environment_does_not_tell(
+    changed: dict[str, str | None], said: str, again: TrainConfig, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    for name, value in {**MEETING, **changed}.items():
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    found = refused(capsys, "train", *words(again), "--overwrite")
+    assert said in found and "or unset WORLD_SIZE and RANK to train in one process." in found
+
+
+def test_a_model_alone_asks_for_no_rank(trained: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "x")
+    assert Predictor(trained.out)(["happy"])[0] is not None

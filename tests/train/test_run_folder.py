@@ -51,6 +51,23 @@ def test_what_no_run_wrote_is_not_replaced(kind: str, overwrite: bool, trained: 
     assert contents(out) == before
 
 
+@pytest.mark.parametrize(
+    "name", ["best", "best.partial", "metrics.jsonl", "metrics.jsonl.partial", "curves.png", "checkpoint.pt", "result.json"]
+)  # fmt: skip
+@pytest.mark.parametrize("how", ["overwrite", "resume"])
+def test_what_training_could_not_write_over_is_told_before_it_begins(
+    name: str, how: str, trained: TrainConfig, tmp_path: Path
+) -> None:
+    """The checkpoint of the run that is there was gone by then, or an epoch."""
+    out = tmp_path / "out"
+    shutil.copytree(trained.out, out, ignore=lambda *_: {name})
+    (out / name).write_text("mine") if name.startswith("best") else (out / name).mkdir()
+    before = contents(out)
+    with pytest.raises(ConfigError, match=rf"{out} holds {name}, a folder where training writes a file"):
+        run(trained.replace(out=out, **{how: True}))
+    assert contents(out) == before and (out / name).is_dir() is not name.startswith("best")
+
+
 def test_a_folder_with_other_files_takes_a_run(trained: TrainConfig, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     run(trained.replace(out=tmp_path))

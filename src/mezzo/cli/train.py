@@ -164,7 +164,7 @@ def _text(result: TrainResult) -> str:
 
 
 def _is_first() -> bool:
-    return os.environ.get("WORLD_SIZE", "1") == "1" or int(os.environ.get("RANK", "0")) == 0
+    return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0"
 
 
 def _written(path: Path) -> tuple[int, int] | None:

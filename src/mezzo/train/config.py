@@ -269,13 +269,19 @@ class RunFolder:
         self.path = path
         self.config, self.checkpoint, self.best = path / "config.json", path / "checkpoint.pt", path / "best"
         self.metrics, self.curves, self.result = path / "metrics.jsonl", path / "curves.png", path / "result.json"
+        self._files = (self.config, self.checkpoint, self.metrics, self.curves, self.result)
+        self._folders = (self.best, path / "best.partial")
 
     @property
     def replaced(self) -> list[str]:
         """The names of what lies in the folder that a training replaces."""
-        partial = self.path / "best.partial"
-        own = (self.config, self.checkpoint, self.best, partial, self.metrics, self.curves, self.result)
-        return [path.name for path in own if path.exists()]
+        return [path.name for path in (*self._files, *self._folders) if path.exists()]
+
+    @property
+    def misplaced(self) -> list[str]:
+        """The names of folders where a training writes a file, and of files where it makes a folder."""
+        files = [one for file in self._files for one in (file, file.with_name(f"{file.name}.partial"))]
+        return [p.name for p in files if p.is_dir()] + [p.name for p in self._folders if p.is_file()]
 
     @property
     def is_run(self) -> bool | None:

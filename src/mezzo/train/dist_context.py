@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..distributed import TIMEOUT, Group, is_running
-from ..errors import ConfigError, DistributedError, MezzoError, shown
+from ..errors import ConfigError, DistributedError, MezzoError, first_line, shown
 from ..formats import is_one_of, why_not_here
 
 _joined = itertools.count()
@@ -92,14 +92,33 @@ def one_rank(device: torch.device) -> DistContext:
 
 
 def _restarts() -> int:
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return _launched("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+_INSTEAD = "Start the ranks with --nproc N or torchrun, or unset WORLD_SIZE and RANK to train in one process."
+
+
+def _launched(name: str, default: str) -> int:
+    """Return a number that a launcher has set in the environment. Raises: ConfigError: what is set is no whole number."""
+    given = os.environ.get(name, default)
+    if not given.isdecimal():
+        raise ConfigError(f"{name} is {shown(given)} in the environment, and is to be a whole number. {_INSTEAD}")
+    return int(given)
 
 
 def _init_from_environment() -> None:
     """Initialise torch.distributed as torchrun's environment says."""
     from torch.distributed.rendezvous import rendezvous
 
-    store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
+    rank, size, _ = map(_launched, ("RANK", "WORLD_SIZE", "MASTER_PORT"), "000")
+    if rank >= size:
+        raise ConfigError(
+            f"RANK is {rank} in the environment, and WORLD_SIZE {size}, so ranks are 0 to {size - 1}. {_INSTEAD}"
+        )
+    try:
+        store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
+    except ValueError as error:  # of a variable that is not set
+        raise ConfigError(f"WORLD_SIZE is {size}, and {first_line(error)}. {_INSTEAD}") from None
     if os.environ.get("LOCAL_WORLD_SIZE") == str(size):
         # The store outlives a restart (torch 2.13), and a fast rank would find the address of one that is dead. Agents of
         # several machines count restarts apart, so there the name would not be the same on all.
@@ -122,7 +141,7 @@ def join(device: str) -> Iterator[DistContext]:
 
     Writes: torch.distributed's default group, for the length of the block; the level of the logger "mezzo" on ranks but 0.
     """
-    is_ours = not is_running() and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    is_ours = not is_running() and _launched("WORLD_SIZE", "1") > 1
     if not is_ours and not is_running():
         yield one_rank(choose_device(device))
         return
@@ -162,7 +181,7 @@ def choose_device(name: str) -> torch.device:
 def _of_this_rank(device: torch.device) -> torch.device:
     if device.type == "cpu" or device.index is not None:
         return device
-    here, count = int(os.environ.get("LOCAL_RANK", "0")), torch.accelerator.device_count()
+    here, count = _launched("LOCAL_RANK", "0"), torch.accelerator.device_count()
     if here >= count:
         raise ConfigError(
             f"{here + 1} or more ranks were started on a machine with {count} {device.type} devices. Start one for each, or write --device cpu."

@@ -107,6 +107,10 @@ def _check_folder(config: TrainConfig, folder: RunFolder) -> None:
         raise ConfigError(
             f"{config.out} holds no run that training could go on with or give up, and training would replace {listed(taken)} in it. Write --out with a new folder, or with that of a run."
         )
+    if wrong := folder.misplaced:
+        raise ConfigError(
+            f"{config.out} holds {listed(wrong)}, a folder where training writes a file, or the other way round. Move it away, or write --out with a new folder."
+        )
     given_up = {folder.path.resolve(), folder.best.resolve()} if config.overwrite else set()
     if config.model is not None and Path(config.model).resolve() in given_up:
         raise ConfigError(

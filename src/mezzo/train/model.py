@@ -159,7 +159,7 @@ def quiet() -> Iterator[None]:
         raise ConfigError("this needs the transformers package; pip install 'mezzo[text]'.") from None
     was_on, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers' own
-    if int(os.environ.get("RANK", "0")) > 0:
+    if os.environ.get("RANK", "0") != "0":
         logging.set_verbosity(50)
     try:
         yield
