@@ -20,7 +20,7 @@ def check_whole(param: Tensor) -> None:
     """Refuse, by a MasterError, masters for a sharded parameter. Host only."""
     if is_dtensor(param):
         raise MasterError(
-            f"MasterWeights was given the sharded 16-bit parameter {describe(param)}, and it lends its masters to an "
+            f"MasterWeights was given the sharded parameter {describe(param)} to keep a master of, and it lends its masters to an "
             "optimizer that knows nothing of shards. Write mezzo.optim.AdamW or SGD, whose masters lie in shards, or params=fp32 in the policy."
         )
 
