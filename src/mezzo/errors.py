@@ -164,13 +164,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     return type(error).__name__ in ("MemoryError", "OutOfMemoryError") or "DefaultCPUAllocator" in str(error)
 
 
-def shown(value: object) -> str:
-    """Return a value as an error quotes it: one line of 60 characters at most, or its class where its `repr` raises, as that of a long number does."""
+def shown(value: object, longest: int = 60) -> str:
+    """Return a value as an error quotes it: one line of so many characters at most, or its class where its `repr` raises, as that of a long number does."""
     try:
         text = " ".join(repr(value).splitlines())
     except Exception:
         return type(value).__name__
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
 def kind_of(value: object) -> str:

@@ -125,7 +125,7 @@ def write_text(path: Path, text: str, *, several: bool = False) -> None:
 
 
 class BestEffort:
-    """A text stream that drops what it cannot take: no run ends because its log is on a full disk, or its terminal is gone."""
+    """A text stream that drops what it cannot take: no run ends because its log is on a full disk, or its terminal is gone, or somebody closed it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -135,13 +135,13 @@ class BestEffort:
 
     def write(self, text: str) -> int:
         """Write what the stream takes. Returns: the length of the text."""
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
         """Flush what the stream takes."""
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
             self._stream.flush()
 
 

@@ -116,3 +116,15 @@ def test_bad_data_of_a_worker_is_named_as_data(tmp_path: Path) -> None:
 
 def test_good_data_of_a_worker_is_healthy(tmp_path: Path) -> None:
     assert trace_script(script(tmp_path, WORKERS)).report.answer == "healthy"
+
+
+ENDED = RANKS.replace(
+    "    dist.destroy_process_group()",
+    "    dist.destroy_process_group()\n    if 'fails' in sys.argv: raise ValueError('mine')",
+)
+
+
+def test_a_rank_that_ended_by_an_error_is_not_healthy(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The report of a rank is written as it ends, by whatever: its error was not told."""
+    assert main(["doctor", script(tmp_path, ENDED), str(tmp_path), "fails", "alone"]) == 3
+    assert "Not enough seen: the program ended by itself with " in " ".join(capfd.readouterr().out.split())

@@ -7,13 +7,14 @@ import os
 import shutil
 import sys
 import traceback
-from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from types import TracebackType
+from typing import TextIO
 
 from ..diagnose import ScriptRun, check_up, trace_script
-from ..errors import ConfigError, MezzoError
+from ..errors import ConfigError, MezzoError, shown
 from ..extras import check_installed
 from ..files import check_writable
 from ..report import Report, render_text
@@ -83,9 +84,7 @@ def _tell_error(what: str, error: BaseException) -> None:
     """Say that what the user wrote has failed, without the frames of what runs it."""
     if not isinstance(error, SystemExit):
         print("".join(traceback.format_exception(error.with_traceback(_user_frames(error)))), file=sys.stderr, end="")
-    text = " ".join(repr(error).split())
-    short = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
-    print(f"mezzo doctor: {what} ended by itself with {short}.", file=sys.stderr)
+    print(f"mezzo doctor: {what} ended by itself with {shown(error, _LONGEST)}.", file=sys.stderr)
 
 
 def _tell_end(run: ScriptRun) -> None:
@@ -96,6 +95,21 @@ def _tell_end(run: ScriptRun) -> None:
         print(f"mezzo doctor: {len(run.children)} processes of the script were traced: {told}.", file=sys.stderr)
     if run.stopped:
         print(f"mezzo doctor: the script was ended {run.stopped}.", file=sys.stderr)
+
+
+@contextmanager
+def _copied(stream: TextIO) -> Iterator[TextIO]:
+    """Yield another stream to the same file, for a script that may close it; the stream itself where it leads to none."""
+    try:
+        copy = open(os.dup(stream.fileno()), "w", encoding=stream.encoding, errors=stream.errors)
+    except (OSError, ValueError):
+        yield stream
+        return
+    try:
+        yield copy
+    finally:
+        with suppress(ValueError):  # the script detached its buffer
+            copy.close()
 
 
 def screen_text(report: Report, *, full: bool = False) -> str:
@@ -126,7 +140,7 @@ def run(argv: Sequence[str]) -> int:
         return HEALTHY if end.code in (None, 0) else BAD_INPUT
     _check(options)
     options.html = options.html and options.html.absolute()
-    with redirect_stdout(sys.stderr if options.json else sys.stdout), redirect_stderr(sys.stderr):
+    with _copied(sys.stdout) as out, redirect_stdout(sys.stderr if options.json else out), redirect_stderr(sys.stderr):
         if options.model is not None:
             try:
                 report: Report = check_up(options.model, options.policy)

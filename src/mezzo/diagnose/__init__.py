@@ -9,7 +9,6 @@ from .compare_report import CompareReport as CompareReport
 from .comparison import compare as compare
 from .doctor import ScriptRun as ScriptRun
 from .doctor import check_up as check_up
-from .doctor import named_function as named_function
 from .doctor import trace_script as trace_script
 from .explain import Explanation as Explanation
 from .explain import explain as explain
@@ -23,6 +22,7 @@ from .recorder import record as record
 from .replayer import ReplayedStep as ReplayedStep
 from .replayer import replay as replay
 from .replayer import segment_of as segment_of
+from .trial import named_function as named_function
 from .two_runs import mismatch as mismatch
 from .watch import Watch as Watch
 from .watch import watch as watch

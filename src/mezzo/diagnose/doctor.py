@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import atexit
-import importlib
-import importlib.util
 import os
 import pickle
 import runpy
+import subprocess
 import sys
 import tempfile
-import tokenize
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import util
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,20 +22,24 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import get_worker_info
 
-from ..errors import ConfigError, DataError, as_flag, check_given, did_you_mean, first_line, kind_of, plural, shown
+from ..errors import ConfigError, DataError, as_flag, check_given, first_line, kind_of, plural, shown
 from ..files import as_path
 from ..formats import is_count
 from ..policy import Policy, PolicyLike, as_policy
 from ..report import Block, Document, Heading, Note, Report
-from ..trace import Trace, TraceReport
+from ..trace import Trace, TraceReport, is_called_from
 from .comparison import compare
 from .explain import explain
 from .lint import lint
-from .trial import LossFn, device_of, why_not_called
+from .trial import LossFn, check_text, device_of, named_function
 
 
 class _ScriptStop(BaseException):
     """Ends the script: what was to be learned is learned. Not an Exception, so that the script does not catch it."""
+
+
+class _TaskStop(_ScriptStop, Exception):
+    """Ends a task of a `Pool`, whose workers hand nothing but Exceptions on: for what another ended, the script would wait for ever."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,23 +104,24 @@ def trace_script(
     if not is_module and not Path(name).is_file():
         raise DataError(f"no script at {name!r}; give the path of a Python file.")
 
-    def on_reached(trace: Trace) -> None:
-        if stop_at_fault and trace.is_running and trace.report.faults:
-            trace.stop(_ScriptStop("at the first fault"))
-
     def on_root(step: int) -> None:
         if steps is not None and step >= steps:
-            trace.stop(_ScriptStop(f"after {steps} {plural('step', steps)}"))
+            _stop(trace, f"after {steps} {plural('step', steps)}")
 
-    trace = Trace(None, on_reached=on_reached, on_root=on_root)
+    trace = Trace(None, on_reached=_on_reached, on_root=on_root)
     children: list[TraceReport] = []
 
     def traced() -> None:
         with trace:
             _run_as_main(name, arguments, is_module=is_module)
 
-    with followed_children(children, stop_at_fault=stop_at_fault):
+    with _followed_processes(trace, children, stop_at_fault=stop_at_fault):
         error, stopped = _end_of(traced)
+        if not _is_script():  # a fork that came to the end of the script
+            if error is not None:
+                traceback.print_exception(error)
+            sys.stdout.flush()
+            os._exit(int(error is not None))
     raised = [frame for frame, _ in traceback.walk_tb(error.__traceback__)] if error else []
     raised_in = str(raised[-1].f_globals.get("__name__")) if raised else ""
     if isinstance(error, ImportError) and raised_in == "runpy":
@@ -128,7 +130,7 @@ def trace_script(
             "Give the name of a module, as python -m takes it, or the path of a script without -m."
         )
     if raised_in in ("runpy", "pkgutil") and not is_module:
-        _check_text(Path(name))
+        check_text(Path(name))
     report = _most_telling(trace.report, children)
     return ScriptRun(report=report, error=error, stopped=stopped, children=tuple(children))
 
@@ -149,12 +151,14 @@ def _end_of(run: Callable[[], None]) -> tuple[BaseException | None, str]:
 
 
 def _most_telling(own: TraceReport, children: Sequence[TraceReport]) -> TraceReport:
-    """Return the report to show: the first fault of any process, else that of the one that did the training."""
+    """Return the report to show: the first fault of any process, else that of the one that did the training, which an error of the script ended too."""
     faulty = [r for r in (own, *children) if r.faults]
     if faulty:
         return min(faulty, key=lambda r: r.faults[0].step)
     best = max(children, key=lambda r: (r.record.backwards, r.record.ops), default=own)
-    return best if best.record.backwards > own.record.backwards or not own.record.ops else own
+    if best.record.backwards <= own.record.backwards and own.record.ops:
+        return own
+    return replace(best, record=replace(best.record, ended=best.record.ended or own.record.ended))
 
 
 _FOLDER = "MEZZO_DOCTOR_FOLDER"
@@ -195,9 +199,18 @@ if own is not None and own.loader is not None:
 """
 
 
+def _is_script() -> bool:
+    """Say whether this is the process that runs the script, and none that it started or forked."""
+    return os.environ.get(_PARENT) == str(os.getpid())
+
+
+def _stop(trace: Trace, why: str) -> None:
+    trace.stop((_TaskStop if is_called_from("multiprocessing/pool.py") else _ScriptStop)(why))
+
+
 def _write(trace: Trace) -> None:
-    """Leave the report where the parent finds it, whole or not at all. Writes: one file."""
-    if get_worker_info() is not None or not trace.record.ops:
+    """Leave the report where the script's process finds it, whole or not at all. Writes: one file."""
+    if get_worker_info() is not None or not trace.record.ops or _is_script():
         return
     folder = Path(os.environ[_FOLDER])
     part = folder / f"{os.getpid()}.part"
@@ -208,21 +221,60 @@ def _write(trace: Trace) -> None:
 def _on_reached(trace: Trace) -> None:
     if get_worker_info() is None and trace.is_running and os.environ[_STOPS] == "1" and trace.report.faults:
         _write(trace)
-        trace.stop(_ScriptStop("at the first fault"))
+        _stop(trace, "at the first fault")
+
+
+def _finish(trace: Trace, error: BaseException | None) -> None:
+    """End the trace of a process that ends, by an error or none, and leave its report."""
+    if trace.is_running:
+        trace.__exit__(None, error, None)
+    _write(trace)
+
+
+def _tell_ends(trace: Trace) -> Callable[[], None]:
+    """Have what ends or replaces a process past Python tell first what was seen of it: that of the script ends as by `sys.exit`, others leave their reports.
+
+    Returns what takes that back. Writes: functions of `os`.
+    """
+    before = {name: getattr(os, name) for name in ("_exit", "fork", "execv", "execve")}
+    ops_at_fork = 0
+
+    def exit_told(code: int) -> None:
+        if _is_script():
+            trace.stop(SystemExit(code))
+        try:
+            if trace.record.ops > ops_at_fork:
+                _finish(trace, SystemExit(code))
+        finally:
+            before["_exit"](code)
+
+    def fork() -> int:
+        nonlocal ops_at_fork
+        if not (child := before["fork"]()):
+            ops_at_fork = trace.record.ops
+        return int(child)
+
+    def run_beside(path: Any, words: Any, environment: Any = os.environ) -> None:
+        if not _is_script():
+            before["execve"](path, words, environment)
+        trace.stop(SystemExit(subprocess.call(words, executable=path, env=environment)))
+
+    own = {"_exit": exit_told, "fork": fork, "execv": run_beside, "execve": run_beside}
+    for name, function in own.items():
+        setattr(os, name, function)
+    return lambda: vars(os).update(before)
 
 
 def start() -> None:
     """Trace this process until it ends. Writes: its modes, and a report in the doctor's folder."""
-    if _FOLDER not in os.environ or os.environ.get(_PARENT) == str(os.getpid()):
+    if _FOLDER not in os.environ or _is_script():
         return
     trace = Trace(None, on_reached=_on_reached)
     trace.__enter__()
-    pid = os.getpid()
+    _tell_ends(trace)
 
     def finish() -> None:
-        if trace.is_running and os.getpid() == pid:
-            trace.__exit__(None, None, None)
-            _write(trace)
+        _finish(trace, sys.exc_info()[1] or getattr(sys, "last_value", None))
 
     atexit.register(finish)
     # multiprocessing forgets what was registered before its own start
@@ -230,11 +282,11 @@ def start() -> None:
 
 
 @contextmanager
-def followed_children(reports: list[TraceReport], *, stop_at_fault: bool) -> Iterator[None]:
-    """Trace what the block starts as processes of their own, each to its end or to its first fault.
+def _followed_processes(trace: Trace, reports: list[TraceReport], *, stop_at_fault: bool) -> Iterator[None]:
+    """Trace what the block starts as processes of their own, each to its end or to its first fault, beside the trace of this one.
 
-    Writes: the list of their reports, which it holds after the block, by rank; the environment and a folder of temporary files, both as
-    they were after.
+    Writes: the list of their reports, which it holds after the block, by rank; the environment, functions of `os` and a folder of
+    temporary files, all as they were after.
     """
     before = dict(os.environ)
     with tempfile.TemporaryDirectory(prefix="mezzo-doctor-") as folder:
@@ -243,9 +295,11 @@ def followed_children(reports: list[TraceReport], *, stop_at_fault: bool) -> Ite
         os.environ.update({
             _FOLDER: folder, _PARENT: str(os.getpid()), _STOPS: "1" if stop_at_fault else "0", "PYTHONPATH": path,
         })  # fmt: skip
+        take_back = _tell_ends(trace)
         try:
             yield
         finally:
+            take_back()
             for name in (_FOLDER, _PARENT, _STOPS, "PYTHONPATH"):
                 os.environ.pop(name, None)
                 if name in before:
@@ -253,43 +307,6 @@ def followed_children(reports: list[TraceReport], *, stop_at_fault: bool) -> Ite
             # files of our own processes, in a folder that only this user can write
             found = [pickle.loads(p.read_bytes()) for p in Path(folder).glob("*.report")]
             reports += sorted(found, key=lambda r: r.record.rank)
-
-
-def _check_text(path: Path) -> None:
-    """Refuse with a `DataError` a file that is not the text of a program, however wrong that may be."""
-    try:
-        with tokenize.open(path) as file:
-            why = "it holds NUL characters" if "\0" in file.read() else ""
-    except (OSError, SyntaxError, UnicodeError) as error:
-        why = getattr(error, "strerror", None) or first_line(error)
-    if why:
-        raise DataError(f"the file {str(path)!r} cannot be read: {why}. Give the path of a Python file.")
-
-
-_FORM = "package.module:function or file.py:function"
-
-
-def named_function(text: str) -> Callable[[], Any]:
-    """Return the function that "package.module:function" or "file.py:function" names.
-
-    Raises:
-        ConfigError: a text of another form, or a function that does not exist, or needs arguments.
-        DataError: a module or file that does not exist.
-
-    Writes: what importing the module writes.
-    """
-    check_given("named_function", "text", text, str, f"text: {_FORM}")
-    place, colon, name = text.rpartition(":")
-    if not (colon and place and name):
-        raise ConfigError(f"--model {text!r} names no function; write {_FORM}.")
-    module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
-    function: Callable[[], Any] | None = getattr(module, name, None)
-    if not callable(function):
-        known = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        raise ConfigError(f"{place} has no function {name!r}.{did_you_mean(name, known)}")
-    if why := why_not_called(function):
-        raise ConfigError(f"{text} is called without arguments, and cannot be: {why}. Give them defaults.")
-    return function
 
 
 def _subject(text: str) -> tuple[nn.Module, Any, LossFn | None]:
@@ -300,33 +317,6 @@ def _subject(text: str) -> tuple[nn.Module, Any, LossFn | None]:
         return found[0], found[1], found[2] if len(found) == 3 else None
     kind = f"({', '.join(map(kind_of, found))})" if isinstance(found, tuple) else kind_of(found)
     raise ConfigError(f"{text} returned {kind}; return (model, batch) or (model, batch, loss_fn).")
-
-
-def _load_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise DataError(f"no file at {str(path)!r}; give {_FORM}.")
-    _check_text(path)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.resolve().parent))
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.pop(0)
-    return module
-
-
-def _load_module(name: str) -> ModuleType:
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not name.startswith(error.name):
-            raise
-        raise DataError(f"no module {name!r} on the Python path; give {_FORM}.") from error
-    finally:
-        sys.path.pop(0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

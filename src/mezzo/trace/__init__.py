@@ -14,6 +14,7 @@ from .exponents import Histogram as Histogram
 from .exponents import SampledRows as SampledRows
 from .exponents import largest_scale as largest_scale
 from .findings import Finding as Finding
+from .frames import is_called_from as is_called_from
 from .frames import leave_step as leave_step
 from .frames import line_pairs as line_pairs
 from .frames import short_line as short_line

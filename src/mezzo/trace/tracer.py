@@ -39,9 +39,12 @@ _OF_SCALER = {
 
 def _told(error: BaseException) -> str:
     """Return an error that ended a program, and what to write where it is one of dtypes, or of torch's scaler. Syncs: no."""
-    if found := backward_message(error) or traceback_message(error, error.__traceback__, casts=False):
-        return " ".join(f"{type(error).__name__} at {found}".split()).rstrip(".")
-    return f"{error!r}" + (f". Instead: {way}" if (way := _OF_SCALER.get(str(error))) else "")
+    try:
+        if found := backward_message(error) or traceback_message(error, error.__traceback__, casts=False):
+            return " ".join(f"{type(error).__name__} at {found}".split()).rstrip(".")
+        return f"{error!r}" + (f". Instead: {way}" if (way := _OF_SCALER.get(str(error))) else "")
+    except Exception:  # of a __str__ or __repr__ of its own
+        return type(error).__name__
 
 
 class Trace:
@@ -111,8 +114,9 @@ class Trace:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._contexts.close()
-        is_end = error is self._collector.stop_with or isinstance(error, KeyboardInterrupt | GeneratorExit | None)
-        has_failed = not is_end and not (isinstance(error, SystemExit) and error.code in (None, 0))
+        is_stop = error is self._collector.stop_with and not isinstance(error, SystemExit)
+        is_end = isinstance(error, SystemExit) and error.code in (None, 0)
+        has_failed = not (is_stop or is_end or isinstance(error, KeyboardInterrupt | GeneratorExit | None))
         self._ended = _told(error) if has_failed and error is not None else ""
         self.is_running = False
         self._settle_step()
