@@ -175,3 +175,33 @@ def test_a_loop_that_computes_a_value_from_itself_is_traced_to_its_end() -> None
             x = x - 0.01 * (x - 3)
         (model(x.float()) * (x - 3).float()).square().mean().backward()
     assert t.report.record.backwards == 1
+
+
+def by_hand(z: Tensor) -> Tensor:
+    """A sigmoid whose exp overflows in fp16 from -11 down: 0 is left, where fp32 has up to 1e-5."""
+    return 1 / (1 + torch.exp(-z))
+
+
+LEFT = {
+    "a gate": (lambda z, p, h: (p * h).square().mean(), False),
+    "shares": (lambda z, p, h: (p / p.sum() * h).sum(), False),
+    "its complement": (lambda z, p, h: ((1 - p).log() * h).mean(), False),
+    "an entropy": (lambda z, p, h: (p * (p + 1e-4).log() * h).mean(), False),
+    "in place": (lambda z, p, h: (p.clone().mul_(2).clamp_(max=1) * h).mean(), False),
+    "written over": (lambda z, p, h: (p.copy_(z.sigmoid()) * h).mean(), False),
+    "a logarithm": (lambda z, p, h: (p.log() * h).mean(), True),
+    "a quotient": (lambda z, p, h: (1 / p * h).mean(), True),
+    "the smallest": (lambda z, p, h: (p.amin(0) * h).mean(), True),
+    "rows alone": (lambda z, p, h: (p / p.amax(-1, keepdim=True).clamp(min=1e-7) * h).mean(), True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_an_overflow_left_is_a_fault_where_it_counts(name: str) -> None:
+    torch.manual_seed(0)
+    use, is_faulty = LEFT[name]
+    layer, x = nn.Linear(4, 4), torch.randn(16, 4)
+    z = torch.linspace(-14, 6, 16)[:, None].expand(16, 4).half()
+    with diagnose.trace() as t:
+        use(z, by_hand(z), layer(x).half()).float().backward()
+    assert [f.op for f in t.report.faults][:1] == ["exp"] * is_faulty

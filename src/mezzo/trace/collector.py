@@ -224,18 +224,21 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         self.states.see(call, site)
 
     def _propagate(self, call: Call, site: Site, bad: list[Tensor]) -> None:
-        asked = (s for s in call.inputs if bad or self._causes.get(call.original(s[1])) is not None)
+        asked = [s for s in call.inputs if bad or self._causes.get(call.original(s[1])) is not None]
         sources = [s for s in asked if not is_finite(s[1])]
         causes = NO_CAUSE.union(*(self._causes.get(call.original(t)) or NO_CAUSE for _, t in sources))
         if sources and site.phase == "forward" and self._fp64.is_too_large(call):
             self.events = [replace(e, followers=(*e.followers, site)) if e.index in causes else e for e in self.events]
-        if sources and (absorbed := self._fp64.carry(call)):
-            self.reach(self._sink("activation", f"{call.facts.name}: {absorbed}", causes))
-        self.reference.absorb(call, site, causes)
+        followed = NO_CAUSE.union(*(self._causes.get(t) or NO_CAUSE for t in call.originals if self._fp64.follows(t)))
+        if absorbed := self._fp64.carry(call):
+            self.reach(self._sink("activation", f"{call.facts.name}: {absorbed}", followed))
         if bad:
             self._on_nonfinite(call, site, sources, bad)
         elif not call.facts.writes:
             forget_results(call, self._causes)
+        for tensor in call.out if followed and not bad else ():
+            if self._fp64.follows(tensor):
+                self._causes.note(tensor, followed)
 
     def _on_nonfinite(self, call: Call, site: Site, sources: list[tuple[str, Tensor]], bad: list[Tensor]) -> None:
         assigned = self.context.names.assigned
@@ -251,7 +254,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             # a function of torch's own says that its result does not exist, as logdet does
             causes = self._event(call, replace(site, op=site.called), bad, "source")
         elif not sources and is_arithmetic(call, bad):
-            causes = self.reference.absorbed(call) or self._event(call, site, bad, "source")
+            causes = self._absorbed(call) or self._event(call, site, bad, "source")
             self._fp64.start(call)
         elif not sources:
             parents = self._read_causes if site.phase == "optimizer" else NO_CAUSE
@@ -269,6 +272,11 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
                 self._scalars.note(tensor, causes)
         if call.facts.writes and site.phase == "forward":
             self._on_written(bad, causes)
+
+    def _absorbed(self, call: Call) -> Causes:
+        """Return the overflows but for which finite arguments would not have made the op fail, as log(softplus(-inf)) does. Syncs: yes."""
+        found = (self._causes.get(t) or NO_CAUSE for t in call.originals if self._fp64.follows(t))
+        return NO_CAUSE.union(*found) if self._fp64.repairs(call) else NO_CAUSE
 
     def _is_handed_over(self, call: Call, site: Site, sources: list[tuple[str, Tensor]]) -> bool:
         """Say whether a program writes what it loaded, or a number, into a tensor: that tensor is named where it is read."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..formats import LOW_DTYPES, dtype_name, format_of, widened
-from .measure import amax, finite, is_finite, numbers, rerun_wide, sanitised
+from .measure import amax, finite, is_finite, length, numbers, rerun_wide, sanitised
 from .ops import CASTS, FACTORIZATIONS, SPECTRA, Call, is_product
 from .records import Flush, Site, Wide
 from .wide_values import StorageNotes, Widening, WideValues, forget_results, is_repaired, run_in_fp32
@@ -20,6 +20,8 @@ _MOVES = ("index", "gather", "index_select", "take", "cat", "stack", "clone", "f
 """Ops that round nothing: what they hand on was made before."""
 _ARITHMETIC = frozenset({"add", "sub", "rsub", "mul", "div", "square", "pow", "neg", "abs"})
 """Ops that may round nothing of what they are given, such as the square of 1."""
+_FELT = 2.0**-10
+"""Share of a tensor, in norms, from which on what an overflow left wrong in it is more than the rounding of fp16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,6 @@ class ReferencePath:
         self._local = WideValues()
         self._makers: StorageNotes[MadeBy] = StorageNotes()
         self._written: StorageNotes[bool] = StorageNotes()
-        self._absorbed: dict[Site, frozenset[int]] = {}
         self.low = torch.float16
         self._node: object = None
         self._tape: list[Call] = []
@@ -96,16 +97,6 @@ class ReferencePath:
     def behind(self, tensors: Iterable[Tensor]) -> Flush | None:
         """Return the zero that 16 bit made and that one of these tensors came through. Syncs: no."""
         return self._flushes.first(tensors)
-
-    def absorb(self, call: Call, site: Site, causes: frozenset[int]) -> None:
-        """Take note of the events behind an infinity that an op turns into a 0 which fp32 does not have, as softplus(-inf) is. Syncs: no."""
-        if causes and (flush := self.behind(call.out)) is not None and flush.site == site:
-            self._absorbed[site] = causes
-
-    def absorbed(self, call: Call) -> frozenset[int]:
-        """Return the events behind the zero that an op was given; empty where no infinity is. Syncs: no."""
-        flush = self.behind(call.originals)
-        return frozenset() if flush is None else self._absorbed.get(flush.site, frozenset())
 
     def end_step(self) -> None:
         """Start anew with what was written: what such memory holds now is what the next step begins with.
@@ -296,7 +287,7 @@ class ReferencePath:
 
 
 class Fp64Reference:
-    """Follows overflowed tensors in fp64, so that an infinity that disappears again can be judged.
+    """Follows overflowed tensors in fp64, so that an infinity that disappears again can be judged, and what it left where one was.
 
     `tanh(inf)` is 1, which is what fp32 gives: no fault. `rsqrt(inf)` is 0, which erases the activation without a
     trace of inf or NaN. The finite elements beside it are followed as they are: what they lost is rounding.
@@ -309,12 +300,21 @@ class Fp64Reference:
         """Start to follow the results of an op that overflowed."""
         true = rerun_wide(call, call.wide_dtype)
         if true is not None and all(is_finite(t) for t in true):
-            self._follow(call, true)
+            self._follow(call, true, [~finite(t) for t in call.out])
 
-    def _follow(self, call: Call, true: list[Tensor]) -> None:
-        for tensor, value in zip(call.out, true, strict=True):
-            if not is_finite(tensor) and value.shape == tensor.shape:
-                self._true.put(tensor, torch.where(finite(tensor), widened(tensor), widened(value)))
+    def _follow(self, call: Call, true: list[Tensor], off: list[Tensor]) -> None:
+        for tensor, value, is_off in zip(call.out, true, off, strict=True):
+            if bool(is_off.any()) or self.follows(tensor):
+                self._true.put(tensor, torch.where(is_off, widened(value), widened(tensor)))
+
+    def follows(self, tensor: Tensor) -> bool:
+        """Say whether a tensor is, or was made of, what overflowed. Syncs: no."""
+        return self._true.get(tensor) is not None
+
+    def repairs(self, call: Call) -> bool:
+        """Say whether an op that failed would not have without an overflow before it. Syncs: yes."""
+        known = self._true.known(call)
+        return bool(known) and is_repaired(call, rerun_wide(call, call.wide_dtype, call.given_with(known)))
 
     def is_too_large(self, call: Call) -> bool:
         """Say whether a product reads values that its 16-bit format does not hold, and fp32 would bring it. Syncs: yes."""
@@ -326,27 +326,32 @@ class Fp64Reference:
         )
 
     def carry(self, call: Call) -> str:
-        """Follow an op whose inputs hold non-finite values.
+        """Follow one op.
 
-        Returns what a finite result is and should have been, where an infinity was absorbed wrongly; else nothing. Syncs: yes.
+        Returns what a finite result is and should have been, where an infinity was absorbed wrongly and it counts in the tensor; else nothing. Syncs: yes.
         """
         known = self._true.known(call)
-        if not known:
-            return ""
-        true = rerun_wide(call, call.wide_dtype, call.given_with(known))
-        if true is None or len(true) != len(call.out):
+        true = rerun_wide(call, call.wide_dtype, call.given_with(known)) if known else None
+        if true is None or [t.shape for t in true] != [t.shape for t in call.out]:
+            self._follow(call, call.out, [torch.zeros_like(t, dtype=torch.bool) for t in call.out])  # written anew
             return ""
         wide = rerun_wide(call, call.wide_dtype) or call.out  # on the infinity, so that rounding alone is no harm
-        wrong = [w for t, v, x in zip(call.out, true, wide, strict=True) if (w := _difference(t, v, x))]
-        self._follow(call, true)
-        return wrong[0] if wrong else ""
+        lost = [_lost(t, v, x) for t, v, x in zip(call.out, true, wide, strict=True)]
+        told = next((w for t, v, x in zip(call.out, true, lost, strict=True) if (w := _difference(t, v, x))), "")
+        self._follow(call, true, [~finite(t) if told else ~finite(t) | x for t, x in zip(call.out, lost, strict=True)])
+        return told
 
 
-def _difference(got: Tensor, true: Tensor, wide: Tensor) -> str:
-    """Describe the first finite element that is more than half of the true value away from it, as it is in the wider format too."""
-    if got.shape != true.shape:
-        return ""
-    gap, half = (widened(got) - widened(true)).abs(), true.abs() / 2
-    wrong = got.isfinite() & true.isfinite() & (gap > half) & (gap > format_of(got.dtype).smallest)
-    wrong &= ~((widened(wide) - widened(true)).abs() <= half)
-    return f"{float(got[wrong][0]):.3g} instead of {float(true[wrong][0]):.3g}" if bool(wrong.any()) else ""
+def _lost(got: Tensor, true: Tensor, wide: Tensor) -> Tensor:
+    """Return which finite elements are more than half of the true value away from it, as they are in the wider format too. Syncs: no."""
+    half = true.abs() / 2
+    is_off = got.isfinite() & true.isfinite() & ((widened(got) - widened(true)).abs() > half)
+    return is_off & ~((widened(wide) - widened(true)).abs() <= half)
+
+
+def _difference(got: Tensor, true: Tensor, lost: Tensor) -> str:
+    """Describe the first of the elements that an overflow left wrong, if in the norm of all they count. Syncs: yes."""
+    gap = (widened(got) - widened(true))[lost]
+    counts = bool(lost.any()) and amax(gap) > format_of(got.dtype).smallest
+    is_felt = counts and length(gap) > _FELT * length(true[true.isfinite()])
+    return f"{float(got[lost][0]):.3g} instead of {float(true[lost][0]):.3g}" if is_felt else ""
