@@ -103,3 +103,17 @@ def test_the_lattice_is_named_before_the_step_that_its_gradient_blew_up(dtype: t
         assert found[0] == ("amplified-rounding", "logsumexp", 0), report
         assert "exploding-step" in [verdict for verdict, *_ in found]
         assert "compute it in fp32" in report.faults[0].fix.advice
+
+
+def test_the_lattice_is_named_before_the_gradient_that_it_made_overflow() -> None:
+    """It was told as a value that does not fit fp32, where fp32 has a gradient of the usual size."""
+    x = 3 * sequence(300)
+    for dtype in (FP32, BF16):
+        torch.manual_seed(0)
+        model = Crf(dtype)
+        with diagnose.trace(model) as t:
+            model(x).backward()
+        is_finite = all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+        assert is_finite is (dtype is FP32)
+    assert [f.verdict for f in t.report.faults][:2] == ["amplified-rounding", "overflow"], t.report
+    assert "compute it in fp32" in t.report.faults[0].fix.advice

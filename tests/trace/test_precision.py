@@ -45,6 +45,9 @@ PRECISION: dict[str, tuple[Function, torch.dtype, Tensor, str]] = {
         "rsub gives exactly 0",
     ),
     "eps": (lambda x: 1 / (x * 1e-3 + 1e-9), FP16, torch.full((4,), 1e-7), "the constant 1e-09 rounds to 0"),
+    "eps behind a 0 of 16 bit": (
+        lambda x: (0.5 * (1 + torch.erf(x)) + 1e-8).log(), FP16, torch.full((4,), -2.6), "add gives exactly 0",
+    ),
     "a difference": (
         lambda x: ((x + 0.001).square() - x.square()).rsqrt(), BF16, torch.full((4,), 1.0), "gives exactly 0",
     ),
@@ -309,3 +312,20 @@ def test_an_eps_beside_a_divisor_is_no_step() -> None:
         x = torch.rand(16, 8, dtype=BF16, requires_grad=True)
         (((x + 1e-3) / (x.abs() + 1e-3)) / 1e-3).float().mean().backward()
     assert t.report.record.lints == ()
+
+
+def test_the_edit_for_an_eps_behind_a_0_of_16_bit_gives_what_fp32_has() -> None:
+    """bf16, which keeps the eps, was proposed: it makes the same 0, and a gradient thousands of times too large."""
+
+    def run(policy: str) -> tuple[diagnose.TraceReport, Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), Body(lambda h: (0.5 * (1 + torch.erf(h - 2)) + 1e-8).log()))
+        mezzo.prepare(model, None, policy)
+        with diagnose.trace(model) as t:
+            model(torch.randn(32, 8)).float().mean().backward()
+        return t.report, model[0].weight.grad
+
+    report, _ = run("fp16")
+    again, grad = run(f"fp16, {report.findings[0].fix.edit}")
+    wide = run("fp32")[1]
+    assert again.answer == "healthy" and (grad - wide).norm() < 2.0**-5 * wide.norm()

@@ -222,3 +222,32 @@ def test_an_old_copy_that_no_gradient_reaches_is_meant() -> None:
             (model(x) - F.linear(x.bfloat16(), target).float()).square().mean().backward()
             optimizer.step()
     assert t.report.is_healthy
+
+
+@pytest.mark.parametrize("unscales, bound, is_named", [
+    (False, 1.0, True), (True, 1.0, False), (False, 2.0**20, False), (False, 1e3, False),
+])  # fmt: skip
+@pytest.mark.parametrize("at_once", [False, True])
+def test_gradients_that_are_clamped_by_hand_while_they_are_scaled_are_named(
+    unscales: bool, bound: float, is_named: bool, at_once: bool
+) -> None:
+    """Only torch's own functions were; a bound that no gradient reaches clips nothing, and one with the scale in it is meant."""
+    torch.manual_seed(0)
+    model, scaler = nn.Linear(8, 4), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with diagnose.trace(model) as t:
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = model(torch.randn(16, 8)).float().square().mean()
+            scaler.scale(loss).backward()
+            if unscales:
+                scaler.unscale_(optimizer)
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            if at_once:
+                torch._foreach_clamp_max_(grads, bound)
+            for grad in grads:
+                grad.clamp_(-bound, bound)
+            scaler.step(optimizer)
+            scaler.update()
+    assert [f.verdict for f in t.report.findings] == ["clip-before-unscale"] * is_named

@@ -112,9 +112,11 @@ def find(record: TraceRecord) -> tuple[Finding, ...]:
 
 
 def _blew_up(lint: Lint, record: TraceRecord) -> bool:
-    """Say whether a gradient was off by more than half of itself when, or before, a step blew the weights up."""
+    """Say whether a gradient was off by more than half of itself when, or before, it overflowed or a step blew the weights up."""
     is_wrong = lint.case == "weights" and lint.value > 1 / 2
-    return is_wrong and any(x.rule == "exploding-step" and lint.site.step <= x.site.step for x in record.lints)
+    ends = [x.site for x in record.lints if x.rule == "exploding-step"]
+    ends += [e.site for e in record.events if e.kind == "source" and e.site.phase == "backward"]
+    return is_wrong and any(lint.site.step <= site.step for site in ends)
 
 
 def _made_large(step: Finding, first: Finding) -> bool:

@@ -126,7 +126,7 @@ class LintWatch:
             self._has_torch_scaler = is_called_from(_SCALER)
             self._has_scaler = self._has_scaler or self._has_torch_scaler or is_called_from(_OWN_SCALER)
         if is_outside and self._has_scaled_grads:
-            self._clip(site)
+            self._clip(call, site)
             self._step_by_hand(call, site)
         if name == "to" and call.inputs and not call.out and call.returned.dtype is not torch.bool:
             self._ids(call)
@@ -333,9 +333,12 @@ class LintWatch:
             what = f"{len(low)} trainable parameters, {low[0][0]} first"
             self.add("half-weights-in-region", site, low[0][1].dtype, what, float(len(low)))
 
-    def _clip(self, site: Site) -> None:
-        """Take in an op between a backward that was scaled and the unscaling; a bound that carries the scale too is meant. Syncs: no."""
+    def _clip(self, call: Call, site: Site) -> None:
+        """Take in an op between a backward that was scaled and the unscaling; a bound that carries the scale too is meant. Syncs: where a gradient is clamped."""
         bound = argument_of(_CLIPS, "max_norm", "clip_value")
+        if bound is None and call.facts.name in _BOUNDS and (clamped := [t for t, _ in self._scaled.read_by(call)]):
+            bounds = [abs(x) for x in numbers(call.args, call.kwargs)]
+            bound = next((x for x in bounds if x < max(map(amax, clamped))), None)
         if bound is not None and bound < self._last_scale and self._clipped is None:
             self._clipped = site
 

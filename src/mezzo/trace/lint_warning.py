@@ -99,7 +99,7 @@ TEXTS: dict[tuple[LintRule, LintCase], Callable[[Lint], tuple[str, str]]] = {
         "run that layer in fp32 (module:NAME=fp32 in the policy, or torch.autocast(..., enabled=False)); or take out what its results have in common, as by targets less their mean.",
     ),
     ("amplified-rounding", "weights"): lambda x: (
-        f"{x.site.op} is rounded to {x.dtype} near {x.what}, and shares its gradient out by e^(x - result): what comes back through its calls is off by {x.value:.0%}.",
+        f"{x.site.op} is rounded to {x.dtype} near {x.what}, and shares its gradient out by e^(x - result): what comes back through its calls is off by {100 * x.value:.3g}%.",
         "compute it in fp32, of x.float(), with torch.autocast(..., enabled=False).",
     ),
     ("amplified-rounding", "probabilities"): lambda x: (
