@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -99,3 +100,38 @@ def test_a_run_goes_on_from_its_checkpoint(name: str, policy: str) -> None:
         resumed.load_state_dict(copy.deepcopy(saved))
         train(again, resumed, range(2, 4))
         assert all(map(torch.equal, model.parameters(), again.parameters()))
+
+
+class _Lookahead(Optimizer):
+    """Lookahead as timm has it: it leaves `super().__init__()` out, and makes hooks around steps alone, none on loading."""
+
+    def __init__(self, base: Optimizer) -> None:
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer_step_post_hooks = OrderedDict()
+        self.base, self.count, self.slow = base, 0, dict[Tensor, Tensor]()
+        self.param_groups, self.state, self.defaults = base.param_groups, base.state, dict(base.defaults)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        self.base.step()
+        self.count += 1
+        for p in [p for group in self.param_groups for p in group["params"] if not self.count % 2]:
+            p.copy_(self.slow.setdefault(p, p.clone()).lerp_(p, 0.5))
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16, scaling=1024"])
+def test_an_optimizer_around_another_without_hooks_on_loading_trains_as_in_torch(policy: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
+    twin = copy.deepcopy(model)
+    of_twin = _Lookahead(torch.optim.Adam(twin.parameters(), 0.01))
+    amp = mezzo.prepare(model, _Lookahead(torch.optim.Adam(model.parameters(), 0.01)), policy)
+    train(model, amp, range(6))
+    for step in range(6):
+        of_twin.zero_grad()
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+        (twin(x) - x[:, :1]).square().mean().backward()
+        of_twin.step()
+    tolerance = 0.0 if policy == "fp32" else 2.0**-8
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=tolerance)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 import mezzo
 from mezzo.optim import MasterWeights
+from mezzo.step.buffers import Buffers
 from mezzo.step.undo import Attempt, can_be_undone, choose_, copies_of
 
 Make = Callable[[list[Tensor]], Optimizer]
@@ -164,3 +165,38 @@ def test_old_values_come_back_where_the_step_is_void(
 def test_nothing_is_chosen_among_nothing() -> None:
     assert copies_of([]) == []
     choose_([], True)
+
+
+@pytest.mark.parametrize("void", [True, torch.tensor(1.0), torch.tensor(0.0)], ids=["host", "void", "healthy"])
+def test_statistics_that_are_taken_back_leave_the_graphs_of_other_losses_whole(void: bool | Tensor) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+    twin, buffers, x = copy.deepcopy(model), Buffers(model), torch.randn(8, 4)
+    for net in (model, twin):
+        note = buffers.begin() if net is model else None
+        fake = net(x)
+        if note is not None:
+            note(fake)
+            before = buffers.copies()["1.running_mean"].value
+            buffers.settle(void)
+        fake.square().mean().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    want = before if void else twin[1].running_mean
+    assert torch.equal(model[1].running_mean, want)
+    assert torch.equal(buffers.copies()["1.running_mean"].value, want)
+
+
+def test_a_generator_learns_from_what_it_made_before_a_step_of_its_critic_was_skipped() -> None:
+    torch.manual_seed(0)
+    maker, judge = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8)), torch.nn.Linear(8, 1)
+    of_maker, of_judge = (torch.optim.SGD(net.parameters(), lr=0.1) for net in (maker, judge))
+    amp = mezzo.prepare(torch.nn.ModuleList([maker, judge]), [of_maker, of_judge], "fp16, scaling.init_scale=1024")
+    for is_taken in (False, True):
+        of_judge.zero_grad()
+        amp.backward(judge(torch.randn(8, 8)).mean() * (1.0 if is_taken else 1e30))
+        fake = maker(torch.randn(8, 4))
+        amp.backward(judge(fake.detach()).mean())
+        assert bool(amp.step(optimizer=of_judge)) is is_taken
+        of_maker.zero_grad()
+        amp.backward(-judge(fake).mean())
+        amp.step(optimizer=of_maker)

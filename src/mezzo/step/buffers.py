@@ -115,7 +115,8 @@ def restore_(slots: Sequence[tuple[Slot, Copy]], void: Tensor | bool) -> None:
         buffer, value = slot.buffer, before.value
         is_in_place = buffer is not None and before.stamp is not None and before.stamp.is_of(buffer)
         if buffer is not None and value is not None and is_in_place and is_alike(value, buffer):
-            in_place.append((value, buffer))
+            slot.is_stale |= slot.is_statistic
+            in_place.append((value, buffer.data if slot.is_statistic else buffer))  # graphs of other losses may hold it
         else:
             slot.restore(before, void)
     choose_(in_place, void)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._torch import version
+from .._torch import has_load_hooks, version
 from ..errors import CheckpointError, listed
 from ..formats import LOW_DTYPES, overflowing
 from ..optim import keeps_masters, local_optimizer, parameters
@@ -34,7 +34,7 @@ class LoadHooks:
         self._restored: dict[Tensor, int] = {}
         self._is_off = False
         self._on = ExitStack()
-        for one in {*optimizers, *map(local_optimizer, optimizers)}:
+        for one in filter(has_load_hooks, {*optimizers, *map(local_optimizer, optimizers)}):
             note = Inert(_note_load, weakref.ref(self), weakref.ref(one))
             self._on.callback(one.register_load_state_dict_post_hook(note).remove)
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -89,12 +89,11 @@ class LoadHooks:
         self._restored.clear()
         if self._is_off:
             return
-        owners = {p: one for one in map(local_optimizer, self._optimizers) for p in parameters(one)}
+        keepers = [one for one in map(local_optimizer, self._optimizers) if keeps_masters(one)]
+        owners = {p: one for one in keepers for p in parameters(one)}
         for name, p in module.named_parameters():
             value, owner = loaded.get(name), owners.get(p)
-            if not isinstance(value, Tensor) or value.shape != p.shape or p.dtype not in LOW_DTYPES:
-                continue
-            if owner is None or not keeps_masters(owner):
+            if owner is None or not isinstance(value, Tensor) or value.shape != p.shape or p.dtype not in LOW_DTYPES:
                 continue
             wide = value.to(p.device, torch.float32)
             if p in restored and value.dtype in LOW_DTYPES:
