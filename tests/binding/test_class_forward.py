@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -108,6 +109,35 @@ class OfClass(nn.Module):
         return x / cls.divisor
 
 
+class Dispatched(nn.Module):
+    """What runs is chosen by the class of the first argument, which is not the module."""
+
+    @functools.singledispatchmethod
+    def forward(self, x: Any) -> Any:
+        raise TypeError(type(x))
+
+    @forward.register
+    def _(self, x: Tensor) -> Tensor:
+        return x / 2
+
+
+class Computed(nn.Module):
+    @property
+    def forward(self) -> Any:
+        return Halves.forward
+
+
+class Callee:
+    def __call__(self, x: Tensor) -> Tensor:
+        return x / 2
+
+
+class Assigned(nn.Module):
+    """What no module is handed to."""
+
+    forward = Callee()
+
+
 class Frozen(nn.Module):
     """Nothing is assigned to it any more."""
 
@@ -125,7 +155,7 @@ class Frozen(nn.Module):
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16, ops=mezzo", "bf16, module:1=fp32"])
-@pytest.mark.parametrize("kind", [Halves, OfClass, Frozen])
+@pytest.mark.parametrize("kind", [Halves, OfClass, Dispatched, Computed, Assigned, Frozen])
 def test_a_forward_without_self_and_a_module_that_takes_no_attributes(kind: type[nn.Module], policy: str) -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), kind()), torch.randn(2, 4)
     amp = mezzo.prepare(model, None, policy)

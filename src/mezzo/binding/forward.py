@@ -336,7 +336,7 @@ def bound_class(original: type[nn.Module], traced_key: str, rule: Precision) -> 
 
     In regions of `traced_key` a compiler traces the forward with its rule, and guards on the class alone: see `Bound`.
     """
-    taken = with_module_first(original)
+    taken = with_module_first(original, lambda: subclass)
     written: Forward = taken.forward
     run_in_one_graph: Forward = dynamo_count_apart(lambda run, *args: run(*args))
 

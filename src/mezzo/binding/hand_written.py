@@ -32,11 +32,11 @@ def torchs_forward(kind: type[nn.Module]) -> Any:
     return kind.forward if is_torchs else None
 
 
-def with_module_first(kind: type[nn.Module]) -> Any:
-    """Return what has a class's forward as a function that takes the module first: the class, but for static and class methods. Host only."""
-    if not isinstance(inspect.getattr_static(kind, "forward", None), staticmethod | classmethod):
+def with_module_first(kind: type[nn.Module], bound: Callable[[], type[nn.Module]]) -> Any:
+    """Return what has a class's forward as a function that takes the module first, of the `bound` class below it: the class, where that is a plain function. Host only."""
+    if inspect.isfunction(inspect.getattr_static(kind, "forward", None)):
         return kind
-    return SimpleNamespace(forward=lambda module, *args, **kwargs: kind.forward(*args, **kwargs))
+    return SimpleNamespace(forward=lambda module, *args, **kwargs: super(bound(), module).forward(*args, **kwargs))
 
 
 def hand_written_gelu(module: nn.Module) -> Callable[..., Any] | None:
