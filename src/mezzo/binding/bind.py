@@ -22,10 +22,11 @@ from ..distributed import class_names
 from ..errors import PolicyError
 from ..formats import LOW_DTYPES
 from ..policy import FP32_RULES, CacheName, Policy, names_around
-from .forward import BOUND, Binding, Bound, bound_class, bound_of, enter_thread
+from .forward import Binding, Bound, bound_class, bound_of, enter_thread
 from .hand_written import STATELESS, class_of
 from .module_rules import Precision
 from .own_ops import CALL_FORWARD, TRACED_AS_WRITTEN, in_place_of_forward
+from .refusals import BOUND
 
 _log = logging.getLogger("mezzo.binding")
 _WRITTEN = (BOUND, "forward")

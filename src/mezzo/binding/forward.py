@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copyreg
 import functools
 import threading
 import weakref
@@ -41,13 +40,11 @@ from ..casting import (
 )
 from ..kernels import is_emulated
 from ..policy import FP32_RULES, CacheName, Policy
-from .hand_written import with_module_first
+from .hand_written import class_of, with_module_first
 from .module_rules import Precision, cast_nest, has_module_rules, in_steps, run_ruled, when_traced, without_module_rules
 from .module_weights import ParameterEntry, WideTensors, first_entry, largest_matrix
-from .refusals import REFUSALS, keeps_gradients, leaves_dtypes, refuse_symbolic_trace
+from .refusals import BOUND, REFUSALS, copying, keeps_gradients, leaves_dtypes, refuse_symbolic_trace
 
-BOUND = "_mezzo_bound"
-"""Where a bound module keeps its `Bound`: beside its parameters, not in its state dict."""
 Forward = Callable[..., Any]
 AfterForward = Callable[[object], None]
 BeforeForward = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], AfterForward | None]
@@ -363,15 +360,10 @@ def bound_class(original: type[nn.Module], traced_key: str, rule: Precision) -> 
     if issubclass(original, nn.LSTM | nn.GRU):  # it runs between the compiler's graphs, where mezzo's kernel may
         dynamo_skip_frame(dynamo_count_apart(forward))
 
-    def reduce(self: nn.Module, protocol: Any) -> Any:
-        reduced = original.__reduce_ex__(self, protocol)
-        if type(self) is subclass and reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]  # undocumented
-            return (_new_bound, (original, traced_key, rule), *reduced[2:])
-        return reduced
-
     kept = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-    own = {BOUND: None, "forward": forward, "__reduce_ex__": reduce, "_mezzo_class": original}
-    own |= {**replaces_tensors(original, _convert), **REFUSALS}
+    remake = functools.partial(_remade, traced_key, rule)
+    own = {BOUND: None, "forward": forward, "_mezzo_class": original, **replaces_tensors(original, _convert)}
+    own |= {**copying(original, lambda: subclass, remake), **REFUSALS}
     # A registry of the class is told of none of ours.
     base = nn.Module if hasattr(original.__init_subclass__, "__func__") else original
     subclass: type[nn.Module] = type(original)(original.__name__, (base,), {**kept, **own})  # type: ignore[misc]  # of its metaclass
@@ -390,9 +382,10 @@ def _convert(
         return run(function, *args, **kwargs)
 
 
-def _new_bound(original: type[nn.Module], traced_key: str = "", rule: Precision = None) -> nn.Module:
-    bound = bound_class(original, traced_key, rule)  # type: ignore[arg-type]  # its hash is that of all classes
-    return bound.__new__(bound)
+def _remade(traced_key: str, rule: Precision, make: Callable[..., nn.Module], *args: Any) -> nn.Module:
+    made = make(*args)
+    object.__setattr__(made, "__class__", bound_class(class_of(made), traced_key, rule))
+    return made
 
 
 def bound_of(module: nn.Module) -> Bound | None:

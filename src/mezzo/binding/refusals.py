@@ -1,10 +1,12 @@
-"""What a prepared model refuses: compilers and quantizers that cannot follow a policy, and casts of what is trained."""
+"""What a prepared model refuses, compilers and quantizers that cannot follow a policy, and casts of what is trained; and how it is copied."""
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partialmethod
 from typing import Any, NoReturn
 from weakref import WeakSet
 
@@ -18,6 +20,10 @@ from ..formats import dtype_name
 _log = logging.getLogger("mezzo.binding")
 _warned: WeakSet[nn.Module] = WeakSet()
 """Modules of which the log said that their forward's cast is left out."""
+
+
+BOUND = "_mezzo_bound"
+"""Where a bound module keeps its `Bound`: beside its parameters, not in its state dict."""
 
 
 def _refuse_script(module: nn.Module) -> None:
@@ -51,6 +57,36 @@ REFUSALS: dict[str, Any] = {
     "qconfig": property(_no_qconfig, _refuse_quantization),
 }
 """Of every bound class."""
+
+
+def copying(
+    kind: type[nn.Module], bound: Callable[[], type[nn.Module]], remake: Callable[..., Any]
+) -> dict[str, Callable[..., Any]]:
+    """Return the methods of the `bound` class below one that copy a module, or give its class a forward, as those of torch.fx do; `remake` calls a function and binds the class of what it returns. Host only."""
+
+    def reduce(module: nn.Module, protocol: Any) -> Any:
+        reduced = kind.__reduce_ex__(module, protocol)
+        if type(module) is not bound() or isinstance(reduced, str):
+            return reduced
+        return (remake, tuple(kind if one is bound() else one for one in (reduced[0], *reduced[1])), *reduced[2:])
+
+    def copied(module: nn.Module, name: str, *memo: dict[int, Any]) -> Any:
+        made, own = getattr(kind, name)(module, *memo), vars(module).get(BOUND)
+        if own is None or BOUND in vars(made):
+            return made
+        vars(made)[BOUND] = copy.deepcopy(own, {id(module): made, **memo[0]}) if memo else own
+        return remake(lambda: made)
+
+    def recompile(module: Any) -> Any:
+        object.__setattr__(module, "__class__", kind)
+        try:
+            return module.recompile()
+        finally:
+            object.__setattr__(module, "__class__", bound())
+
+    methods: dict[str, Any] = {name: partialmethod(copied, name) for name in ("__copy__", "__deepcopy__")}
+    methods["recompile"] = recompile
+    return {"__reduce_ex__": reduce, **{name: own for name, own in methods.items() if hasattr(kind, name)}}
 
 
 def leaves_dtypes(module: nn.Module, function: Callable[[Tensor], Tensor], bound: Any, *, is_running: bool) -> bool:
