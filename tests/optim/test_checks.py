@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy
@@ -97,6 +98,13 @@ REFUSALS: list[tuple[Any, str]] = [
         lambda: MasterWeights(torch.optim.RMSprop([low(1)]), rounding_seed="x"),
         "rounding_seed='x' must be a whole number.",
     ),
+    *[
+        (
+            partial(MasterWeights, given),
+            f"MasterWeights was given {what} for inner; give an optimizer that was made.",
+        )
+        for given, what in ((torch.optim.SGD, "the class SGD"), (None, "NoneType"), ([low(1)], "list"))
+    ],
     (lambda: AdamW([low(2)], master="split").master(low(2)), "bf16[2] cpu is not a parameter of this AdamW."),
     (
         lambda: AdamW([low(2)], master="split").set_masters_({low(2): torch.ones(2)}),

@@ -28,7 +28,6 @@ _EDIT = re.compile(rf'((?:{_QUOTED}|[^"=])*)=([^"=]*)', re.DOTALL)
 ITEM = re.compile(rf'(?:{_QUOTED}|[^",])*', re.DOTALL)
 """One edit of a policy's text, up to a comma that stands outside quotes."""
 
-
 _TRUTH = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
 _EXACT = 1e16  # above it repr is shorter than all digits
 

@@ -17,7 +17,6 @@ SUFFIXES = (".tsv", ".csv", ".jsonl")
 FIELD_LIMIT = 1 << 24
 """Characters a CSV field may have; the csv module's own limit, 128 Ki, is shorter than some documents."""
 
-
 _SEPARATORS = {".tsv": "\t", ".csv": ","}
 _CALLED = {"\t": "tabs", ",": "commas", ";": "semicolons"}
 
