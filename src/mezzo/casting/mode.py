@@ -30,6 +30,8 @@ from .tracing import enter_switch, exit_switch
 
 _BIASES = "torch.nn.attention.bias"  # of masks without values; to import it is to import the compiler
 _UNTRACKED_HANDLES = (torch.Tensor.data.__get__, torch.Tensor.numpy)  # type: ignore[attr-defined]  # a descriptor
+_KEEP_STATISTICS = {F.batch_norm: 1, F.instance_norm: 1, torch.batch_norm: 3, torch.instance_norm: 3}
+"""Ops that write running statistics, and where these stand among their arguments."""
 
 
 def eligible(value: object, device_type: str) -> bool:
@@ -64,6 +66,13 @@ def tensors_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]
         elif isinstance(value, (list, tuple)):
             found += [item for item in value if isinstance(item, Tensor)]
     return found
+
+
+def _statistics(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the running statistics that a norm was given, if any. Host only."""
+    at = _KEEP_STATISTICS[func]
+    named = [kwargs.get("running_mean"), kwargs.get("running_var")]
+    return [one for one in (*args[at : at + 2], *named) if one is not None]
 
 
 class CastMode(TorchFunctionMode):
@@ -155,6 +164,7 @@ class CastMode(TorchFunctionMode):
         if row.rule is Rule.FORBID:
             raise ForbiddenOpError(f"{row.op} is forbidden here: {row.reason}. Write {row.instead}.")
         target, low_out = self._target(row.rule, device, low, args, kwargs)
+        kept = _statistics(func, args, kwargs) if func in _KEEP_STATISTICS else ()
         if target is not None and row.by_dtype:
             given: Any = args[0] if args else kwargs.get("input")
             if eligible(given, device) and given.dtype is not target and kwargs.get("dtype") is None:
@@ -169,6 +179,9 @@ class CastMode(TorchFunctionMode):
         except RuntimeError as error:
             self._explain(error, func, row, args, kwargs)
             raise
+        for own, cast in zip(kept, _statistics(func, args, kwargs) if kept else (), strict=True):
+            if cast is not own:  # the op writes where it reads
+                own.copy_(torch.where(cast == own.to(cast.dtype), own, cast.to(own.dtype)))
         return map_tensors(out, lambda t: self._cast(t, low, device)) if low_out else out
 
     def _target(

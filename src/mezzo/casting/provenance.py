@@ -55,6 +55,10 @@ _ADVICE = (
         "Cast what is fp64 to fp32, x.float(): no rule casts fp64, as in torch; model.float() does for weights.",
     ),
     (
+        re.compile("expect parameter to have scalar type"),  # of a norm
+        "Its weights and statistics are of the other 16-bit dtype than its input: write model.float(), before mezzo.prepare where the model is prepared.",
+    ),
+    (
         re.compile("autocast::prioritize"),
         "Here torch promotes nothing but fp32 and the region's own dtype: write x.to(torch.get_autocast_dtype(x.device.type)) for the other.",
     ),
