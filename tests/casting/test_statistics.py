@@ -56,8 +56,15 @@ def test_a_compiler_keeps_them_too() -> None:
     assert torch.equal(norm.running_mean, eager.running_mean) and bool(norm.running_mean.any())
 
 
-@pytest.mark.parametrize(("dtype", "policy"), [(torch.bfloat16, "fp16-master"), (torch.float16, "bf16-master")])
-def test_a_norm_in_the_other_16_bit_dtype_is_told_what_helps(dtype: torch.dtype, policy: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "policy"),
+    [
+        (torch.bfloat16, "fp16-master"),
+        (torch.float16, "bf16-master"),
+        (torch.bfloat16, "bf16-master, BatchNorm2d=fp32"),
+    ],
+)
+def test_a_norm_that_no_kernel_takes_is_told_what_helps(dtype: torch.dtype, policy: str) -> None:
     model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).to(dtype), torch.randn(2, 3, 8, 8)
     amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy)
     with pytest.raises(

@@ -55,15 +55,12 @@ _ADVICE = (
         "Cast what is fp64 to fp32, x.float(): no rule casts fp64, as in torch; model.float() does for weights.",
     ),
     (
-        re.compile("expect parameter to have scalar type"),  # of a norm
-        "Its weights and statistics are of the other 16-bit dtype than its input: write model.float(), before mezzo.prepare where the model is prepared.",
-    ),
-    (
         re.compile("autocast::prioritize"),
         "Here torch promotes nothing but fp32 and the region's own dtype: write x.to(torch.get_autocast_dtype(x.device.type)) for the other.",
     ),
 )
 """What to write instead, whatever op it was."""
+_OF_A_NORM = "No kernel takes its input, weights and statistics in these dtypes: write model.float(), before mezzo.prepare where the model is prepared."
 _OF_A_CUSTOM_OP = "GeneratedBackwardFor_"  # torch.library.register_autograd names it so
 _ROOT = "the root"
 _IN_FP32 = (
@@ -107,9 +104,9 @@ def _fix(error: BaseException, op: str | None, values: Iterable[object], *, cast
     said = str(error)
     if "all inputs must share" in said:  # and which dtypes came is not said
         said += f"; got {', '.join(str(t.dtype) for t in _flat(values))}".replace("torch.float64", "Double")
-    for words, advice in _ADVICE:
-        if words.search(said):
-            return advice
+    fitting = [advice for words, advice in _ADVICE if words.search(said)]
+    if fitting or op in ("batch_norm", "instance_norm"):
+        return [*fitting, _OF_A_NORM][0]
     if op is not None and (op.endswith("_") or op == "__setitem__"):
         wide = "make that as wide, target.to(source.dtype), or " if op.endswith(("_add_", "_reduce_")) else ""
         return f"An op in place keeps the dtype of what it writes into: {wide}cast what is written, source.to(target.dtype)."
