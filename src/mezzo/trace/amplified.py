@@ -39,8 +39,8 @@ _PICKS = (
 """Ops that give whole numbers which others read as ids, or answers; the order of a sort is another with each rounding, and means the same."""
 _TURNED = 1 / 2
 """How far what ids pick must lie from what those of fp32 pick."""
-_WRONG, _SEEN = 1 / 4, 1 / 8
-"""How far from fp32 a result must lie where rounding was made large, and what comes of it."""
+_WRONG, _SEEN, _ROUNDED = 1 / 4, 1 / 8, 2.0**-10
+"""How far from fp32 a result must lie where rounding was made large, what comes of it, and what a target meets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,9 +320,9 @@ def _is_answered_by_rounding(call: Call, known: dict[int, Tensor]) -> bool:
 
 
 def _is_data(call: Call, read: Tensor, error: _Error, off: float) -> bool:
-    """Say whether a wrong tensor without a gradient, as a target is, meets what has one; what was detached, if the result is off too. Syncs: no."""
+    """Say whether a wrong tensor without a gradient, as a target is, meets what has one, by more than rounding; what was detached, if the result is off too. Syncs: no."""
     is_fixed = read.dim() > 0 and not call.original(read).requires_grad
-    return call.is_tracked and is_fixed and error.off > _WRONG and (off > _SEEN or not error.is_tracked)
+    return call.is_tracked and is_fixed and error.off > _WRONG and off > (_SEEN if error.is_tracked else _ROUNDED)
 
 
 def _is_linear(call: Call, read: Tensor | None) -> bool:
