@@ -232,6 +232,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
         followed = NO_CAUSE.union(*(self._causes.get(t) or NO_CAUSE for t in call.originals if self._fp64.follows(t)))
         if absorbed := self._fp64.carry(call):
             self.reach(self._sink("activation", f"{call.facts.name}: {absorbed}", followed))
+        self.reference.absorb(call, site, causes)
         if bad:
             self._on_nonfinite(call, site, sources, bad)
         elif not call.facts.writes:
@@ -254,7 +255,7 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
             # a function of torch's own says that its result does not exist, as logdet does
             causes = self._event(call, replace(site, op=site.called), bad, "source")
         elif not sources and is_arithmetic(call, bad):
-            causes = self._absorbed(call) or self._event(call, site, bad, "source")
+            causes = self.reference.absorbed(call) or self._event(call, site, bad, "source")
             self._fp64.start(call)
         elif not sources:
             parents = self._read_causes if site.phase == "optimizer" else NO_CAUSE
@@ -272,11 +273,6 @@ class Collector(OpMode):  # type: ignore[no-untyped-call]  # torch's own
                 self._scalars.note(tensor, causes)
         if call.facts.writes and site.phase == "forward":
             self._on_written(bad, causes)
-
-    def _absorbed(self, call: Call) -> Causes:
-        """Return the overflows but for which finite arguments would not have made the op fail, as log(softplus(-inf)) does. Syncs: yes."""
-        found = (self._causes.get(t) or NO_CAUSE for t in call.originals if self._fp64.follows(t))
-        return NO_CAUSE.union(*found) if self._fp64.repairs(call) else NO_CAUSE
 
     def _is_handed_over(self, call: Call, site: Site, sources: list[tuple[str, Tensor]]) -> bool:
         """Say whether a program writes what it loaded, or a number, into a tensor: that tensor is named where it is read."""

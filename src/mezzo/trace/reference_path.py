@@ -75,6 +75,7 @@ class ReferencePath:
         self._local = WideValues()
         self._makers: StorageNotes[MadeBy] = StorageNotes()
         self._written: StorageNotes[bool] = StorageNotes()
+        self._absorbed: dict[Site, frozenset[int]] = {}
         self.low = torch.float16
         self._node: object = None
         self._tape: list[Call] = []
@@ -97,6 +98,16 @@ class ReferencePath:
     def behind(self, tensors: Iterable[Tensor]) -> Flush | None:
         """Return the zero that 16 bit made and that one of these tensors came through. Syncs: no."""
         return self._flushes.first(tensors)
+
+    def absorb(self, call: Call, site: Site, causes: frozenset[int]) -> None:
+        """Take note of the events behind an infinity that an op turns into a 0 which fp32 does not have, as softplus(-inf) is. Syncs: no."""
+        if causes and (flush := self.behind(call.out)) is not None and flush.site == site:
+            self._absorbed[site] = causes
+
+    def absorbed(self, call: Call) -> frozenset[int]:
+        """Return the events behind the zero that an op was given; empty where no infinity is. Syncs: no."""
+        flush = self.behind(call.originals)
+        return frozenset() if flush is None else self._absorbed.get(flush.site, frozenset())
 
     def end_step(self) -> None:
         """Start anew with what was written: what such memory holds now is what the next step begins with.
@@ -312,13 +323,6 @@ class Fp64Reference:
     def follows(self, tensor: Tensor) -> bool:
         """Say whether a tensor is, or was made of, what overflowed. Syncs: no."""
         return self._true.get(tensor) is not None
-
-    def repairs(self, call: Call) -> bool:
-        """Say whether an op would not have failed, or in fewer places, without an overflow before it. Syncs: yes."""
-        known = self._true.known(call)
-        true = rerun_wide(call, call.wide_dtype, call.given_with(known)) if known else None
-        pairs = zip(call.out, true or (), strict=False)
-        return any(bool((finite(v) & ~finite(t)).any()) for t, v in pairs if v.shape == t.shape)
 
     def is_too_large(self, call: Call) -> bool:
         """Say whether a product reads values that its 16-bit format does not hold, and fp32 would bring it. Syncs: yes."""
