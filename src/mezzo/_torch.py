@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import _GeneratorContextManager
 from operator import attrgetter, methodcaller
 from traceback import walk_stack
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -161,14 +161,9 @@ global_post_hooks = _global_optimizer_post_hooks
 """Hooks on the steps of all optimizers: anybody's may count steps, which then must really happen."""
 
 
-def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether an optimizer has torch's hooks: one that skips `super().__init__()` has none, and cannot be guarded."""
-    return hasattr(optimizer, "_optimizer_step_pre_hooks")
-
-
-def has_load_hooks(optimizer: Optimizer) -> bool:
-    """Whether an optimizer has torch's hooks on loading too: some that skip `super().__init__()` make only those on steps."""
-    return hasattr(optimizer, "_optimizer_load_state_dict_post_hooks")
+def has_hooks(optimizer: Optimizer, call: Literal["step", "load_state_dict"]) -> bool:
+    """Whether an optimizer has torch's hooks around a call: one that skips `super().__init__()` has none, or those around steps alone."""
+    return hasattr(optimizer, f"_optimizer_{call}_post_hooks")
 
 
 step_hooks: Callable[[Optimizer], tuple[Mapping[int, Any], Mapping[int, Any]]] = attrgetter(

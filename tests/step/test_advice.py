@@ -143,7 +143,7 @@ WORDS = {
     "train": "Write amp.model.train", "zzz": "Valid: backward, capture", "param_groups": "Write amp.optimizers[0].param_groups",
     "bakward": "Did you mean 'backward'?", "loss_scale": "Read amp.scale", "scheduler": "amp.on_applied(scheduler.step)", "skipped": "result.applied",
     "global_step": "amp.counters().applied", "masters": "amp.export_weights()", "dtype": "amp.policy.compute", "enabled": "amp.policy.is_low",
-    "manual_backward": "Write amp.backward(loss)", "no_sync": "with ddp.no_sync()", "unwrap_model": "read amp.model",
+    "manual_backward": "Write amp.backward(loss)", "no_sync": "with ddp.no_sync()", "unwrap_model": "read amp.model", "prepare": "loaders too", "setup": "amp.optimizers",
     "gather_for_metrics": "mezzo.integrations.accelerate.Accelerator", "is_main_process": "torch.distributed", "toggle_optimizer": "amp.step(optimizer=...)",
 }  # fmt: skip
 

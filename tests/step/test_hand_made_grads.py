@@ -182,6 +182,33 @@ def test_a_penalty_as_torch_writes_it_is_told_how(given: Any, words: str) -> Non
     assert torch.equal(amp.grad(model(x).sum(), x)[0], want)
 
 
+class Latents(nn.Module):
+    """Returns what its output was made of too, as StyleGAN2 does for the lengths of its paths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        latents = self.up(x)
+        return self.down(latents), latents
+
+
+@pytest.mark.parametrize("policy", POLICIES[1:])
+def test_a_gradient_by_what_the_model_returned_is_told_how(policy: str) -> None:
+    model = Latents()
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy)
+    out, latents = model(torch.randn(8, 4))
+    with pytest.raises(StepError, match=r"returns is a copy in fp32: .* add output=none to the policy"):
+        amp.grad(out.sum(), latents, create_graph=True)
+    assert not amp.grad(out.sum(), latents, allow_unused=True)[0].any()
+    amp.release()
+    amp = mezzo.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), f"{policy}, output=none")
+    out, latents = model(torch.randn(8, 4))
+    (slope,) = amp.grad(out.float().sum(), latents, create_graph=True)
+    torch.testing.assert_close(slope, model.down.weight.float().expand(8, 4), rtol=2.0**-8, atol=0)
+
+
 def by_hand(model: nn.Module, amp: mezzo.Stepper) -> None:
     amp.backward(model(torch.ones(3, 4)).square().mean())
     with torch.no_grad():

@@ -176,7 +176,7 @@ def test_a_result_travels(is_bad: bool) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("skipped", "Write not result, or not result.applied."), ("item", "its loss is what amp.backward was given, or what the closure returned"),
+        ("skipped", "Write not result, or not result.applied."), ("overflow", "not result.applied"), ("item", "its loss is what amp.backward was given, or what the closure returned"),
         ("loss", "its loss is what amp.backward was given"), ("norm", "Write result.grad_norm."), ("aplied", "Did you mean 'applied'?"),
     ],
 )  # fmt: skip

@@ -142,3 +142,29 @@ def test_memory_that_was_freed_is_told_by_name_before_anything_is_written(policy
     with pytest.raises(OperandError, match=rf"^1\.weight \S+ cpu cannot be stepped: {name} .*storage of 0 bytes"):
         amp.step()
     assert all(torch.equal(p, value) for p, value in before.items())
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+def test_parameters_replaced_in_module_and_group_between_backward_and_step_are_told_when_to_be(policy: str) -> None:
+    """As densifying a cloud of Gaussians does, which loses the gradients of a step without a word in torch."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp = mezzo.prepare(model, optimizer, policy)
+    x = torch.randn(8, 4)
+
+    def replace() -> None:
+        model.weight = optimizer.param_groups[0]["params"][0] = nn.Parameter(model.weight.detach() * 2)
+
+    amp.backward(model(x).square().mean())
+    replace()
+    with pytest.raises(StepError, match=r"replace parameters after amp\.step\(\), not before it"):
+        amp.step()
+    amp.zero_grad()
+    for _ in range(3):
+        amp.backward(model(x).square().mean())
+        assert amp.step()
+        before = model.weight.detach().clone()
+        replace()
+        amp.zero_grad()
+        assert torch.equal(model.weight, before * 2)

@@ -13,7 +13,7 @@ from typing import Any, get_args, overload
 import torch
 from torch import Tensor
 
-from .._torch import has_load_hooks, is_fused
+from .._torch import has_hooks, is_fused
 from ..errors import ConfigError, StepError, check_given, did_you_mean, first_line, is_out_of_memory, shown
 from ..formats import describe, is_one_of
 from ..kernels import AUX_STATE, ScaledGradients
@@ -388,7 +388,7 @@ def _checked_hooks(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return an optimizer that has torch's hooks on loading: without them masters could not follow its state; else a ConfigError."""
     if not hasattr(inner, "param_groups"):
         check_given("MasterWeights", "inner", inner, torch.optim.Optimizer, "an optimizer that was made")
-    if not has_load_hooks(inner):
+    if not has_hooks(inner, "load_state_dict"):
         raise ConfigError(
             f"MasterWeights was given a {type(inner).__name__}, whose __init__ does not call super().__init__(params, defaults), "
             "so it has no hooks of torch.optim.Optimizer by which masters follow its state. Add that call, hand over the "

@@ -48,7 +48,7 @@ OF_STEPPER = {
     **dict.fromkeys(("gather", "gather_for_metrics", "wait_for_everyone", "is_main_process", "is_local_main_process", "print"),
                     "It is of Accelerate: mezzo.integrations.accelerate.Accelerator has it, and in a loop of your own torch.distributed does it."),
     **dict.fromkeys(("toggle_optimizer", "untoggle_optimizer"), "Leave it out: each optimizer drops its own gradients, and amp.step(optimizer=...) steps that one alone."),
-    "unwrap_model": "The model stays the object it is: read amp.model.",
+    **dict.fromkeys(("unwrap_model", "prepare", "setup"), "Model and optimizers stay the objects they are, and loaders too: read amp.model and amp.optimizers."),
     "agree": "amp.agree is now called amp.consensus.",
     "update": "amp.step() moves the loss scale too: leave it out.",
     "autocast": "The model runs in its policy wherever it is called: leave the block out.",
@@ -58,7 +58,7 @@ OF_STEPPER = {
 """What to write for words that other libraries have for the steps of a training loop."""
 _LOSS = "A step keeps no loss: its loss is what amp.backward was given, or what the closure returned. Keep it there."
 OF_RESULT = {
-    "skipped": "Write not result, or not result.applied.", "norm": "Write result.grad_norm.", **dict.fromkeys(("loss", "item", "detach", "backward"), _LOSS),
+    **dict.fromkeys(("skipped", "overflow", "found_inf"), "Write not result, or not result.applied."), "norm": "Write result.grad_norm.", **dict.fromkeys(("loss", "item", "detach", "backward"), _LOSS),
 }  # fmt: skip
 """What to write for words that other libraries have for what a step did."""
 

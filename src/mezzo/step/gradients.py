@@ -200,8 +200,13 @@ class Gradients:
         scale = scale if self._pending is None else self._pending.scale
         scaled = outputs if scale is None else outputs * move(scale, outputs.device)
         found = torch.autograd.grad(
-            scaled, inputs, create_graph=create_graph, retain_graph=retain_graph, materialize_grads=allow_unused
+            scaled, inputs, None, retain_graph, create_graph, allow_unused=True, materialize_grads=allow_unused
         )
+        if any([g is None for g in found]):
+            raise StepError(
+                "amp.grad(outputs, inputs) was given inputs that outputs were not made of. What a prepared model returns is a copy in fp32: "
+                "take the tensor that it copies, add output=none to the policy, or write allow_unused=True, which gives zeros."
+            )
         self._note_penalty(outputs, found)
         wide = tuple(g.to(torch.promote_types(g.dtype, torch.float32)) for g in found)
         return wide if scale is None else tuple(g * move(scale, g.device).reciprocal() for g in wide)

@@ -302,7 +302,7 @@ def refuse_replaced(model: nn.Module, had: Mapping[Tensor, str]) -> None:
     new = [(name, p) for name, p in now.items() if p not in had and plain(name) in gone]
     lost = [name for name, p in new if p.grad is not None]
     if left := lost or [name for name, _ in new if gone[plain(name)].grad is not None]:
-        of_old = "the gradients are those of the old one, which the model no longer has"
+        of_old = "the gradients are those of the old one, which the model no longer has: replace parameters after amp.step(), not before it"
         what = "has gradients that no optimizer steps" if lost else of_old
         raise StepError(
             f"{listed(left)} {'is' if len(left) == 1 else 'are'} not what the optimizer was given: since then another nn.Parameter took the "

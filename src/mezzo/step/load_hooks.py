@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._torch import has_load_hooks, version
+from .._torch import has_hooks, version
 from ..errors import CheckpointError, listed
 from ..formats import LOW_DTYPES, overflowing
 from ..optim import keeps_masters, local_optimizer, parameters
@@ -34,7 +34,7 @@ class LoadHooks:
         self._restored: dict[Tensor, int] = {}
         self._is_off = False
         self._on = ExitStack()
-        for one in filter(has_load_hooks, {*optimizers, *map(local_optimizer, optimizers)}):
+        for one in {o for o in (*optimizers, *map(local_optimizer, optimizers)) if has_hooks(o, "load_state_dict")}:
             note = Inert(_note_load, weakref.ref(self), weakref.ref(one))
             self._on.callback(one.register_load_state_dict_post_hook(note).remove)
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()

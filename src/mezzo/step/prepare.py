@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from .._torch import fused_devices, has_step_hooks, is_fused
+from .._torch import fused_devices, has_hooks, is_fused
 from ..allocator import suggest_keep_memory
 from ..binding import (
     check_floats,
@@ -217,7 +217,7 @@ def _check_word(name: str, word: object, known: Sequence[str]) -> None:
 def _inner_optimizer(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer inside wrappers that only pass calls on, such as Accelerate's; a StepError if none inside has torch's hooks."""
     inner = optimizer
-    while not has_step_hooks(inner):
+    while not has_hooks(inner, "step"):
         wrapped = getattr(inner, "optimizer", None)
         if not isinstance(wrapped, Optimizer):
             raise StepError(
