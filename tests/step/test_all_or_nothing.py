@@ -258,7 +258,7 @@ class TestRelease:
             amp.step()
         want = amp.export_weights()
         beside = [weakref.ref(aux) for one in amp.optimizers for aux in aux_states(one)]
-        amp.release()
+        assert amp.release() is model
         assert [type(m) for m in model.modules()] == classes and type(optimizer) is optimizer_class
         assert set(vars(optimizer)) == attributes
         assert (policy in ("bf16", "fp16, grads=fp32")) is not bool(beside) and not any(

@@ -85,8 +85,7 @@ class LoadHooks:
             return
         self._loaded = None, {}
         self.has_loaded = True
-        restored = {*self._restored}
-        self._restored.clear()
+        restored, self._restored = self._restored, {}
         if self._is_off:
             return
         keepers = [one for one in map(local_optimizer, self._optimizers) if keeps_masters(one)]

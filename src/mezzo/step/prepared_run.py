@@ -216,8 +216,8 @@ class PreparedRun:
                 "%s was called after %s: what it returns may be half of that step. Load the last checkpoint where there is one", call, half,
             )  # fmt: skip
 
-    def release(self) -> None:
-        """Take the policy off again: a plain model and plain optimizers, which go on in torch.
+    def release(self) -> nn.Module:
+        """Take the policy off again and return the model: a plain one, with plain optimizers, which go on in torch.
 
         Weights with masters become fp32 and take the masters' values, those trained in fp32 stay so; others go back to the dtype they had. Gradients
         are dropped, moments stay. Every later call of this stepper raises. With a ZeroRedundancyOptimizer, call it on all ranks.
@@ -234,6 +234,7 @@ class PreparedRun:
         self._engine.load_hooks.remove()  # last: masters follow what is loaded where memory ran out before
         self._engine = cast(Engine, Released(original.optimizers))
         del self._forward_hook
+        return self.model
 
     def _note_copy(self) -> BeforeForward | None:
         """Called by the binding when the model is copied; returns what the copy calls before its forwards."""
