@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import forward_ad_level, functorch_level, is_batched_gradient, is_unwatched, saved_tensors_hooks, version
+from .._torch import forward_ad_level, functorch_level, is_unwatched, saved_tensors_hooks, version
 from ..formats import MIXED_DTYPES, describe
-from ..kernels import PLAIN, linear_gradients
+from ..kernels import PLAIN, is_wrapped, linear_gradients
 from .mode import map_tensors
 from .tracing import enter_switch, exit_switch
 
@@ -213,7 +213,7 @@ class _WideLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad
-        if torch.is_grad_enabled() or is_batched_gradient(grad) or not is_unwatched():
+        if torch.is_grad_enabled() or is_wrapped(grad) or not is_unwatched():
             return linear_gradients(grad, x, weight, needs_bias)
         of_input = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_input else None
         of_weight = torch.empty_like(weight) if needs_weight else None

@@ -13,6 +13,7 @@ from .dtensor import PLAIN as PLAIN
 from .dtensor import any_dtensor as any_dtensor
 from .dtensor import global_offset as global_offset
 from .dtensor import is_dtensor as is_dtensor
+from .dtensor import is_wrapped as is_wrapped
 from .dtensor import like_dtensor as like_dtensor
 from .dtensor import local as local
 from .dtensor import local_tensors as local_tensors

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor
 
-from .._torch import local_shape_and_offset
+from .._torch import is_batched_gradient, local_shape_and_offset
 from ..errors import ConfigError
 from ..formats import describe
 
@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 
 PLAIN = (Tensor, torch.nn.Parameter)
 """Types of tensors that lie whole on this rank; any other may not."""
+
+
+def is_wrapped(gradient: Tensor) -> bool:
+    """Whether a gradient is of a class, or of a batch of gradients, that torch's ops take and no kernel. Host only."""
+    return type(gradient) not in PLAIN or is_batched_gradient(gradient)
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:

@@ -12,10 +12,10 @@ from ...._torch import (
     dispatch_modes,
     flash_attention,
     flash_attention_backward,
-    is_batched_gradient,
     is_unwatched,
     math_attention,
 )
+from ...dtensor import is_wrapped
 from ...registry import compiled
 
 WIDEST = 128
@@ -101,7 +101,7 @@ class _Attention(torch.autograd.Function):
         is_causal, scale = ctx.options
         if torch.is_grad_enabled():
             found = _differentiable(grad, (query, key, value), mask, is_causal, scale)
-        elif dispatch_modes() or is_batched_gradient(grad):
+        elif dispatch_modes() or is_wrapped(grad):
             given = grad, query, key, value, out, logsumexp, 0.0, is_causal
             found = flash_attention_backward(*given, attn_mask=mask, scale=scale)
         else:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...._torch import is_batched_gradient, is_unwatched
+from ...._torch import is_unwatched
+from ...dtensor import is_wrapped
 from ...operands import is_readable
 from ...registry import compiled
 
@@ -80,7 +81,7 @@ class _Convolution(torch.autograd.Function):
         input, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         own: tuple[Tensor | None, ...] = ()
-        if not torch.is_grad_enabled() and not is_batched_gradient(grad) and is_unwatched() and needs_weight:
+        if not torch.is_grad_enabled() and not is_wrapped(grad) and is_unwatched() and needs_weight:
             grad = grad.contiguous()
             own = compiled("convolution").weight_gradient(grad, input, weight, *ctx.options, needs_bias)
         wanted = [needs_input, needs_weight and not own, needs_bias and not own]

@@ -10,10 +10,10 @@ import math
 import torch
 from torch import Tensor
 
-from ...._torch import has_no_memory, is_batched_gradient, is_unwatched
+from ...._torch import has_no_memory, is_unwatched
 from ....formats import LOW_DTYPES
 from ...backends.cpp.build import Kernel
-from ...dtensor import PLAIN
+from ...dtensor import PLAIN, is_wrapped
 from ...operands import FORMATS, addresses_of, addresses_or_none, check_read
 from .. import layer_norm as reference
 from . import as_fp32
@@ -58,7 +58,7 @@ def backward(
 
     Any number of threads gives the same bits. Raises: OperandError: an operand that is not what forward kept.
     """
-    is_seen = torch.is_grad_enabled() or is_batched_gradient(grad) or not is_unwatched()
+    is_seen = torch.is_grad_enabled() or is_wrapped(grad) or not is_unwatched()
     if is_seen or (is_centred and not fits(x, shape, weight, grad.dtype)):
         return reference.backward(grad, x, shape, mean, rstd, weight, bias, mask, eps, is_centred)
     low, factors = grad.dtype if grad.dtype in LOW_DTYPES else torch.bfloat16, _factors(weight, shape)

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...._torch import is_batched_gradient, is_unwatched
+from ...._torch import is_unwatched
+from ...dtensor import is_wrapped
 from ...operands import check_read, is_readable
 from ...registry import compiled
 
@@ -89,7 +90,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad
-        if torch.is_grad_enabled() or is_batched_gradient(grad) or not (is_unwatched() and needs_weight):
+        if torch.is_grad_enabled() or is_wrapped(grad) or not (is_unwatched() and needs_weight):
             return linear_gradients(grad, input, weight, needs_bias)
         of_input, of_weight, dtype = ctx.shapes
         check_read("a linear layer", "input", input, of_input, torch.bfloat16)

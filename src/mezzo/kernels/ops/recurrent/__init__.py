@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...._torch import dispatch_modes, is_batched_gradient, is_unwatched
-from ...dtensor import PLAIN
+from ...._torch import dispatch_modes, is_unwatched
+from ...dtensor import PLAIN, is_wrapped
 from ...operands import FORMATS
 from ...registry import compiled
 
@@ -122,7 +122,7 @@ class _Layer(torch.autograd.Function):
         wanted, there = ctx.needs_input_grad[2:], [grad for grad in grads if grad is not None]
         if not there:
             return (None,) * len(ctx.needs_input_grad)
-        if torch.is_grad_enabled() or dispatch_modes() or any(map(is_batched_gradient, there)):
+        if torch.is_grad_enabled() or dispatch_modes() or any(map(is_wrapped, there)):
             return (None, None, *gradients(grads, operands, ctx.is_reversed, wanted))
         d_sums, d_c = compiled("recurrent").backward(grads, operands, y, states, kept, ctx.is_reversed)
         return (None, None, *_gradients(d_sums, d_c, operands, y, ctx.is_reversed, wanted))
