@@ -173,3 +173,25 @@ def test_a_model_in_16_bit_trains_with_a_module_under_an_fp32_rule(dtype: torch.
     amp.backward(model(torch.ones(2, 4)).square().sum())
     assert amp.step().applied and model[2].weight.dtype is torch.float32
     assert amp.report(strict=True)
+
+
+@pytest.mark.parametrize(
+    ("masters", "policy"), [("bf16-master", "bf16"), ("fp16-master", "bf16"), ("bf16-master", "fp16")]
+)
+@pytest.mark.parametrize("is_own", [True, False], ids=["made with masters", "of a stepper that is gone"])
+def test_masters_under_a_policy_without_16_bit_weights_are_refused_before_a_step(
+    is_own: bool, masters: str, policy: str
+) -> None:
+    declared, model = Policy.parse(masters), nn.Linear(4, 2)
+    if is_own:
+        model = model.to(declared.params)
+        optimizer: torch.optim.Optimizer = mezzo.optim.AdamW(model.parameters(), master=declared.master)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters())
+        mezzo.prepare(model, optimizer, masters)  # and let go of at once
+    text = rf"2 of 2 .* \(weight, bias\) are 16 bit, with master={declared.master}, and policy={policy} .* policy=.{masters}.*release\(\)"
+    with pytest.raises(PolicyError, match=text):
+        mezzo.prepare(model, optimizer, policy)
+    amp = mezzo.prepare(model, optimizer, masters + ", scaling=none")
+    amp.backward(model(torch.ones(3, 4)).square().mean())
+    assert amp.step().applied

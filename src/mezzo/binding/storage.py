@@ -166,6 +166,16 @@ def _refuse_unstorable(
     changed: Mapping[str, Tensor], *, is_replicated: bool,
 ) -> None:  # fmt: skip
     """Refuse, as `convert_` says, to store what is to be `changed` in its target dtype."""
+    having = [one for one in map(local_optimizer, optimizers) if keeps_masters(one)]
+    trained = {p: one for one in having for p in parameters(one) if p.requires_grad}
+    low = [p for p in trained if targets.get(p, p.dtype) in LOW_DTYPES]
+    if low and policy.params not in LOW_DTYPES:
+        names = [name for name, p in model.named_parameters() if any(p is one for one in low)]
+        raise PolicyError(
+            f"{len(low)} of {len(trained)} trainable parameters ({listed(names)}) are 16 bit, with master={trained[low[0]].aux_state(low[0])[0]}, "
+            f"and policy={policy!s} stores weights in fp32, without masters. Write policy='{dtype_name(low[0].dtype)}-master', or, if a stepper before "
+            "stored them so, call its release() while it is there."
+        )
     if policy.params in LOW_DTYPES and not policy.is_low:
         raise PolicyError(
             f"params={dtype_name(policy.params)} with compute=fp32 stores weights that no op could take. Write compute={dtype_name(policy.params)}, or params=fp32."
