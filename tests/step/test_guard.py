@@ -149,13 +149,14 @@ class TestUnderflow:
         self, norms: tuple[float, ...], row: int, probes: bool
     ) -> None:
         state = after(*[replace(CLEAN, grad_norm=norm) for norm in norms], floor=0.5)
-        assert (state.small_in_a_row, state.wants_probe) == (row, probes)
+        assert (state.small_in_a_row, state.wants_probe, state.is_quiet) == (row, probes, row == 0)
 
     def test_the_floor_is_that_of_scaled_gradients(self) -> None:
         assert after(replace(CLEAN, grad_norm=0.1, scale=1024.0), floor=0.5).small_in_a_row == 0
 
     def test_patience_times_flushed_is_an_error(self) -> None:
-        assert after(*[FLUSHED] * 3).stop is None
+        three = after(*[FLUSHED] * 3)
+        assert three.stop is None and three.wants_probe and not three.is_quiet
         stop = after(*[FLUSHED] * 4).stop
         assert isinstance(stop, GradientUnderflow)
         assert str(stop) == (

@@ -73,8 +73,7 @@ class GuardState:
     @property
     def is_quiet(self) -> bool:
         """Whether there is nothing to act on, and nothing to go on counting."""
-        is_flushing = self.small_in_a_row > 0 or self.flushed_in_a_row > 0
-        return self.skip is None and self.stop is None and not (self.is_troubled or is_flushing)
+        return self.skip is None and self.stop is None and not (self.is_troubled or self.small_in_a_row)
 
     @property
     def wants_probe(self) -> bool:
