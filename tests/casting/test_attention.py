@@ -143,6 +143,17 @@ def test_the_rest_is_torchs_own_to_the_bit(shape: tuple[int, int], options: dict
     assert torch.equal(prepared(model, policy)(x), want)
 
 
+@pytest.mark.parametrize("args", [(), (0.3,), (0.3, False), (0.3, True, True)])
+def test_dropout_has_the_defaults_of_torch(args: tuple[Any, ...]) -> None:
+    given, found = torch.randn(1 << 13), []
+    for around in (contextlib.nullcontext(), attention.AttentionMode()):
+        torch.manual_seed(0)
+        x = given.clone()
+        with around:
+            found.append((F.dropout(x, *args), x))
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("policy", ["fp32", "bf16, module:CausalSelfAttention=fp32"])
 def test_a_policy_that_says_fp32_meets_fp32_alone(policy: str) -> None:
     model, x = CausalSelfAttention(), torch.randn(16, 5, 32)

@@ -163,7 +163,7 @@ class AttentionMode(TorchFunctionMode):
             return attention(query.to(low), key.to(low), value.to(low), attn_mask, is_causal, scale)
         return _wide(inputs, attn_mask, is_causal, scale=scale, enable_gqa=enable_gqa).to(low)
 
-    def _drop(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    def _drop(self, input: Tensor, p: float, training: bool, inplace: bool) -> Tensor:
         if torch.compiler.is_compiling() or inplace or not training or not takes_dropout(input, p):
             return F.dropout(input, p, training, inplace)
         self.has_met = True
