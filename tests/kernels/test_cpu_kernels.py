@@ -227,9 +227,12 @@ def test_threads_do_not_change_a_bit() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_numbers_of_a_step_are_those_of_each_parameters_count(dtype: torch.dtype) -> None:
-    rule, counts = AdamWRule(beta1=0.9, beta2=0.999, eps=1e-8), [1.0, 3.0, 3.0, 1e6]
-    wanted = [(1 - 0.01 * 0.1, -0.01 / (1 - 0.9**t), math.sqrt(1 - 0.999**t)) for t in counts]
+@pytest.mark.parametrize(("beta1", "beta2"), [(0.9, 0.999), (0.0, 0.0)])
+def test_the_numbers_of_a_step_are_those_of_each_parameters_count(
+    beta1: float, beta2: float, dtype: torch.dtype
+) -> None:
+    rule, counts = AdamWRule(beta1=beta1, beta2=beta2, eps=1e-8), [1.0, 3.0, 3.0, 1e6]
+    wanted = [(1 - 0.01 * 0.1, -0.01 / (1 - beta1**t), math.sqrt(1 - beta2**t)) for t in counts]
     for step in (torch.tensor(counts), torch.tensor(counts[1:2] * 5)):
         found = adamw_reference.scalars(step, replace(rule, lr=0.01, decay=0.1), dtype)
         rows = wanted if step.numel() == 4 else wanted[1:2] * 5
