@@ -29,7 +29,7 @@ import gpu_model
 import torch
 import mezzo
 from mezzo.bench import find_workload
-from mezzo.kernels import spared_host
+from mezzo.kernels import for_capture
 for name in ("resnet", "lstm", "vit"):
     for variant in gpu_model.STEP_BYTES:
         ops = gpu_model.trace(find_workload(name)().quick(), variant)
@@ -38,7 +38,7 @@ model = torch.nn.Sequential(torch.nn.Linear(768, 768, device="meta"), torch.nn.L
 with gpu_model.fake_gpu.entered():
     x = torch.empty(2048, 768, device="cuda")
     mezzo.prepare(gpu_model.fake_gpu.placed(model), None, "bf16")
-    with gpu_model.Recorder() as recorder, spared_host():
+    with gpu_model.Recorder() as recorder, for_capture():
         model(x).sum().backward()
 print(json.dumps(["norm", "prepare", [(op.name, op.flops, op.width, sorted(op.devices)) for op in recorder.ops]]))
 """

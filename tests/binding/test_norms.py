@@ -21,7 +21,7 @@ from mezzo.binding.forward import Binding
 from mezzo.binding.hand_written import hand_written_rms_norm
 from mezzo.binding.module_rules import _low_norm
 from mezzo.casting.mode import CastMode
-from mezzo.kernels import layer_norm, registry, rms_norm, spared_host
+from mezzo.kernels import for_capture, layer_norm, registry, rms_norm
 from mezzo.kernels.ops import layer_norm as reference
 
 LOW = torch.bfloat16
@@ -123,14 +123,14 @@ def test_fp32_weights_over_16_bit_activations_copy_nothing(triton_norms: ModuleT
         weight, bias = (torch.empty(768, device="cuda") for _ in range(2))
         assert bytes_an_element(reference, x, weight, bias) == pytest.approx(50, rel=0.01)
         assert 10 < bytes_an_element(triton_norms, x, weight, bias) < 12.1
-    with spared_host():
+    with for_capture():
         assert ops("cuda", torch.float32) == [("layer_norm", LOW)]
     assert ops("cuda", torch.float32) == [("_to_copy", LOW), ("native_layer_norm", FP32), ("_to_copy", FP32)]
 
 
 def test_rms_norms_with_fp32_weights_copy_nothing(triton_norms: ModuleType) -> None:
     """What a layer norm takes, but for the sums of a bias."""
-    with FakeTensorMode(), torch.no_grad(), spared_host(), Ops() as seen:
+    with FakeTensorMode(), torch.no_grad(), for_capture(), Ops() as seen:
         x, weight = torch.empty(4096, 768, device="cuda", dtype=LOW), torch.empty(768, device="cuda")
         out, mean, rstd = triton_norms.forward(x, [768], weight, None, 1e-6, False, LOW)
         grads = triton_norms.backward(out, x, [768], mean, rstd, weight, None, [True, True, False], 1e-6, False)

@@ -50,7 +50,7 @@ class Reentrant(Checkpointed):
 @pytest.fixture(autouse=True)
 def _without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "has_amx", lambda: False)
-    monkeypatch.setattr(attention, "has_gradients", lambda *_: False)
+    monkeypatch.setattr(attention, "takes_attention", lambda *_: False)
 
 
 def prepared(model: nn.Module, policy: str = "bf16") -> nn.Module:

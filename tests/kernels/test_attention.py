@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from mezzo.casting import AttentionMode
 from mezzo.errors import OperandError
 from mezzo.kernels import attention as own_attention
-from mezzo.kernels import has_gradients, registry
+from mezzo.kernels import registry, takes_attention
 from mezzo.kernels.ops.attention import cpu
 
 BF16 = torch.bfloat16
@@ -198,14 +198,14 @@ REFUSED: dict[str, Callable[[Tensor], dict[str, Any]]] = {
 def test_what_it_is_not_for_is_left_to_torch(name: str) -> None:
     x = rows(2, 4, 64, 32)
     good = {"query": x, "key": x, "value": x, "mask": None, "is_causal": False, "enable_gqa": False}
-    assert has_gradients(**good)
-    assert not has_gradients(**{**good, **REFUSED[name](x)})
+    assert takes_attention(**good)
+    assert not takes_attention(**{**good, **REFUSED[name](x)})
 
 
 @needs_products
 def test_pairs_are_taken_for_short_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "products", lambda: 1)
-    taken = [has_gradients(*[rows(1, 1, n, 32)] * 3, None, False, False) for n in (256, 257)]
+    taken = [takes_attention(*[rows(1, 1, n, 32)] * 3, None, False, False) for n in (256, 257)]
     assert taken == [True, False]
 
 
@@ -220,10 +220,10 @@ def test_who_watches_ops_sees_torchs() -> None:
     x, seen = rows(2, 4, 64, 32).requires_grad_(), []
     out = own_attention(x, x, x, None, True, None)
     with FlopCounterMode(display=False):
-        seen.append(has_gradients(x, x, x, None, True, False))
+        seen.append(takes_attention(x, x, x, None, True, False))
         with BackwardKernels() as kernels:
             out.sum().backward()  # type: ignore[no-untyped-call]
-    torch.func.vmap(lambda row: seen.append(has_gradients(row, row, row, None, True, False)) or row)(x[None])
+    torch.func.vmap(lambda row: seen.append(takes_attention(row, row, row, None, True, False)) or row)(x[None])
     assert not any(seen)
     assert [dtype for _, dtype in kernels.seen] == [BF16]
 
@@ -240,7 +240,7 @@ def test_batched_gradients_are_those_of_one_after_the_other() -> None:
 @needs_products
 def test_without_a_compiled_kernel_it_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mezzo.kernels.ops.attention.compiled", lambda op: None)
-    assert not has_gradients(*[rows(2, 4, 64, 32)] * 3, None, True, False)
+    assert not takes_attention(*[rows(2, 4, 64, 32)] * 3, None, True, False)
 
 
 @needs_products

@@ -13,7 +13,7 @@ from tests.tolerance import distance, relative
 from torch import Tensor
 
 from mezzo.errors import OperandError
-from mezzo.kernels import convolution, has_weight_gradient, registry
+from mezzo.kernels import convolution, registry, takes_convolution
 from mezzo.kernels.ops import convolution as door
 from mezzo.kernels.ops.convolution import cpu
 
@@ -197,11 +197,11 @@ class Backward(Dtypes):
 @needs_pairs
 def test_who_watches_ops_sees_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     given, grad = operands((8, 64, 64, 16, 16, 3, 3)), torch.randn(8, 64, 16, 16).to(BF16)
-    assert has_weight_gradient(*given, (1, 1), (1, 1))
+    assert takes_convolution(*given, (1, 1), (1, 1))
     out = convolution(*given, (1, 1), (1, 1))
     monkeypatch.setattr(cpu, "weight_gradient", None)
     with Backward() as seen:
-        assert not has_weight_gradient(*given, (1, 1), (1, 1))
+        assert not takes_convolution(*given, (1, 1), (1, 1))
         found = gradients(out, given, grad)
     assert [dtype for _, dtype in seen.seen] == [BF16]
     assert all(map(torch.equal, found, gradients(F.conv2d(*given, 1, 1), given, grad)))
@@ -248,16 +248,16 @@ REFUSED: dict[str, Callable[[Tensor, Tensor], dict[str, Any]]] = {
 def test_what_it_is_not_for_is_left_to_torch(name: str) -> None:
     x, weight, _ = operands((8, 64, 64, 16, 16, 3, 3))
     good = {"input": x, "weight": weight, "bias": None, "stride": (1, 1), "padding": (1, 1)}
-    assert has_weight_gradient(**good)  # type: ignore[arg-type]
-    assert not has_weight_gradient(**{**good, **REFUSED[name](x, weight)})  # type: ignore[arg-type]
+    assert takes_convolution(**good)  # type: ignore[arg-type]
+    assert not takes_convolution(**{**good, **REFUSED[name](x, weight)})  # type: ignore[arg-type]
     with torch.no_grad():
-        assert not has_weight_gradient(**good)  # type: ignore[arg-type]
+        assert not takes_convolution(**good)  # type: ignore[arg-type]
 
 
 def test_without_a_compiled_kernel_it_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door, "compiled", lambda op: None)
     x, weight, _ = operands((8, 64, 64, 16, 16, 3, 3))
-    assert not has_weight_gradient(x, weight, None, (1, 1), (1, 1))
+    assert not takes_convolution(x, weight, None, (1, 1), (1, 1))
 
 
 @needs_pairs

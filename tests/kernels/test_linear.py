@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mezzo
-from mezzo.kernels import reads_faster, registry
+from mezzo.kernels import registry, takes_small_linear
 from mezzo.kernels.ops import linear as door
 from mezzo.kernels.ops.linear import cpu
 
@@ -116,15 +116,15 @@ REFUSED: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Any, ...]]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_it_is_not_for_is_left_to_torch(name: str) -> None:
     x, weight, bias = operands((1,), 32, 16)
-    assert reads_faster(x, weight, bias)
-    assert reads_faster(input=x, weight=weight)
-    assert not reads_faster(*REFUSED[name](x, weight, bias))
+    assert takes_small_linear(x, weight, bias)
+    assert takes_small_linear(input=x, weight=weight)
+    assert not takes_small_linear(*REFUSED[name](x, weight, bias))
 
 
 def test_a_weight_beyond_its_storage_is_left_to_torch() -> None:
     x, weight, _ = operands((1,), 32, 16)
     weight.untyped_storage().resize_(64)
-    assert not reads_faster(x, weight)
+    assert not takes_small_linear(x, weight)
 
 
 def test_who_watches_ops_sees_torchs() -> None:
@@ -133,10 +133,10 @@ def test_who_watches_ops_sees_torchs() -> None:
     x, weight, _ = operands((1,), 32, 16)
     seen: list[bool] = []
     with FlopCounterMode(display=False):
-        seen.append(reads_faster(x, weight))
-    torch.func.vmap(lambda row: seen.append(reads_faster(row, weight)) or row)(x)
+        seen.append(takes_small_linear(x, weight))
+    torch.func.vmap(lambda row: seen.append(takes_small_linear(row, weight)) or row)(x)
     with pytest.warns((DeprecationWarning, FutureWarning)):  # of torch.jit, by version
-        torch.jit.trace(lambda row: seen.append(reads_faster(row, weight)) or row * 1, (x,), check_trace=False)
+        torch.jit.trace(lambda row: seen.append(takes_small_linear(row, weight)) or row * 1, (x,), check_trace=False)
     assert seen and not any(seen)
 
 
@@ -192,14 +192,14 @@ def test_a_prepared_model_in_inference_takes_it(policy: str, monkeypatch: pytest
 def test_without_a_compiled_kernel_torchs_product_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, bias = operands((1,), 32, 16)
     monkeypatch.setattr(registry, "compiled", lambda op: None)
-    assert not reads_faster(x, weight, bias)
+    assert not takes_small_linear(x, weight, bias)
 
 
 @needs_compiler
 def test_rows_beyond_what_this_processor_reads_faster_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu.most_rows() in ((32, 64) if registry.is_emulated(BF16) else (4, 8, 16))
     monkeypatch.setattr(cpu, "most_rows", lambda: 4)
-    found = [reads_faster(*operands((rows,), 32, 16)) for rows in (1, 4, 5, 8)]
+    found = [takes_small_linear(*operands((rows,), 32, 16)) for rows in (1, 4, 5, 8)]
     assert found == [True, True, False, False]
 
 
@@ -212,7 +212,7 @@ def test_beside_emulation_it_takes_more_rows_the_most_of_a_large_weight(monkeypa
     monkeypatch.setattr(cpu, "most_rows", lambda: 64)
 
     def taken(width: int) -> list[bool]:
-        return [reads_faster(*operands((rows,), width, width)) for rows in (1, 32, 33, 64, 65)]
+        return [takes_small_linear(*operands((rows,), width, width)) for rows in (1, 32, 33, 64, 65)]
 
     assert taken(128) == [False] * 5
     assert taken(256) == [True, True, False, False, False]

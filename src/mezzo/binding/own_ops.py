@@ -23,10 +23,10 @@ from ..kernels import (
     SMALLEST_LINEAR,
     convolution,
     dropout,
-    has_weight_gradient,
     is_large_lstm,
     linear,
-    may_be_large,
+    may_take_convolution,
+    takes_convolution,
     takes_dropout,
     takes_linear,
 )
@@ -152,7 +152,7 @@ def run_linear(module: Any, *args: Any, **kwargs: Any) -> Any:
 def run_convolution(module: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a `Conv2d`, with gradients by mezzo's kernel where a region casts to bf16 and that is the faster one: the same bits forward. Syncs: no."""
     x = args[0] if len(args) == 1 and not kwargs and not is_compiling() else None
-    if isinstance(x, Tensor) and module.groups == 1 and may_be_large(x, module.weight):
+    if isinstance(x, Tensor) and module.groups == 1 and may_take_convolution(x, module.weight):
         with ModesAside(AttentionMode):
             operands = _convolved(module, x)
             if operands is not None:
@@ -170,7 +170,7 @@ def _convolved(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None] |
     if not (is_plain and all([isinstance(pair, tuple) and len(pair) == 2 for pair in pairs])):
         return None
     given = (x, weight) if bias is None else (x, weight, bias)
-    if not has_weight_gradient(x, weight, bias, *pairs) or any([one.dtype not in MIXED_DTYPES for one in given]):
+    if not takes_convolution(x, weight, bias, *pairs) or any([one.dtype not in MIXED_DTYPES for one in given]):
         return None
     low = torch.bfloat16
     return x.to(low), weight.to(low), None if bias is None else bias.to(low)

@@ -19,9 +19,9 @@ from ..kernels import (
     attention,
     draws_faster,
     dropout,
-    has_gradients,
     is_emulated,
     recurrent,
+    takes_attention,
     takes_dropout,
     takes_recurrent,
 )
@@ -152,7 +152,7 @@ class AttentionMode(TorchFunctionMode):
         if takes and draws and _is_well_formed(*given):
             return _dropped(query.to(low), key.to(low), value.to(low), attn_mask, dropout_p, is_causal, scale)
         takes = takes and not dropout_p
-        is_own = takes and self.trains and low is torch.bfloat16 and has_gradients(*given)
+        is_own = takes and self.trains and low is torch.bfloat16 and takes_attention(*given)
         if not (is_own or (takes and is_eager and self._gains(key))):
             return F.scaled_dot_product_attention(
                 *inputs, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

@@ -20,7 +20,7 @@ from .._torch import (
     saved_tensors_hooks,
 )
 from ..errors import CastError, ForbiddenOpError
-from ..kernels import linear, reads_faster, small_linear, takes_linear
+from ..kernels import linear, small_linear, takes_linear, takes_small_linear
 from ..policy import OpRow, Rule
 from .cast_cache import RegionCache
 from .frame import bind_recompute
@@ -208,7 +208,7 @@ class CastMode(TorchFunctionMode):
 
     def _call_uncast(self, func: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is F.linear and self.keeps_weights:
-            if reads_faster(*args, **kwargs):
+            if takes_small_linear(*args, **kwargs):
                 return small_linear(*args, **kwargs)
             if not torch.is_grad_enabled() and takes_linear(*args, **kwargs):
                 return linear(*args, **kwargs)

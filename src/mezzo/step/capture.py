@@ -14,7 +14,7 @@ from .._torch import begin_capture, new_graph, tree_flatten, tree_map_only
 from ..casting import weight_casts
 from ..errors import StepError, first_line
 from ..formats import describe
-from ..kernels import GraphTables, num_asked, spared_host
+from ..kernels import GraphTables, for_capture, num_asked
 from . import capture_rules
 from .buffers import Copy
 from .engine import Engine
@@ -137,7 +137,7 @@ class CapturedStep(Generic[P, R]):
         asked = num_asked()
         self._stream.wait_stream(current)
         try:
-            with self._stream, spared_host():  # as it is captured, to the bit
+            with self._stream, for_capture():  # as it is captured, to the bit
                 out = self._function(*args, **kwargs)
         finally:
             current.wait_stream(self._stream)
@@ -158,7 +158,7 @@ class CapturedStep(Generic[P, R]):
         before = engine.num_steps
         _drop_casts(engine)
         try:
-            with self._stream, _recording(graph, self._device), tables.capturing(), _unnoted(engine), spared_host():
+            with self._stream, _recording(graph, self._device), tables.capturing(), _unnoted(engine), for_capture():
                 out = self._function(*own_args, **own_kwargs)
                 self._check_one_step(engine.num_steps - before)
                 result, grads = engine.result, {p: p.grad for p in engine.gradients.parameters()}

@@ -24,7 +24,7 @@ LONGEST_IN_PAIRS = 256
 """Keys up to which pairs of bf16 (AVX512-BF16) are faster than both of torch's kernels; tiles (AMX) are at every length."""
 
 
-def has_gradients(
+def takes_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool
 ) -> bool:
     """Whether `attention` takes these operands, computes their gradients faster than torch, and is seen by nobody. Host only.
@@ -65,7 +65,7 @@ def _products() -> int:
 def attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
 ) -> Tensor:
-    """Return softmax(scale q k' + mask) v of operands for which `has_gradients` says yes, rounded as torch's kernel rounds.
+    """Return softmax(scale q k' + mask) v of operands for which `takes_attention` says yes, rounded as torch's kernel rounds.
 
     For backward wait the operands, the result, and a number for each query. Query and result are [B, H, T, D], key and value [B, G, S, D],
     H a multiple of G, bf16; the mask is [B or 1, H or 1, T or 1, S or 1] or without the first two, bool (True is seen), or bf16 or fp32,

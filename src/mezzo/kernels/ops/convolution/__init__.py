@@ -25,12 +25,12 @@ WASTE = 1.25
 """How many products with 0 may be added, in whole blocks of 8 by 32 channels and in pairs of pictures, to each that is needed."""
 
 
-def may_be_large(input: Tensor, weight: Tensor) -> bool:
-    """Whether a convolution without much padding can have the products that `has_weight_gradient` asks for: the cheapest look. Host only."""
+def may_take_convolution(input: Tensor, weight: Tensor) -> bool:
+    """Whether a convolution without much padding can have the products that `takes_convolution` asks for: the cheapest look. Host only."""
     return input.dim() == weight.dim() == 4 and input.numel() * weight.numel() >= SMALLEST * input.shape[1]
 
 
-def has_weight_gradient(input: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> bool:
+def takes_convolution(input: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> bool:
     """Whether `convolution` takes these operands, of one group without dilation, computes the gradient of the weight faster than torch, and is seen by nobody. Host only."""
     if not (input.dim() == weight.dim() == 4 and 0 < input.shape[2] * input.shape[3] <= LARGEST):
         return False
@@ -59,7 +59,7 @@ def _padded(size: int, block: int) -> int:
 
 
 def convolution(input: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
-    """Return the convolution of operands for which `has_weight_gradient` says yes: torch's, to the bit; [B, O, rows, columns], bf16.
+    """Return the convolution of operands for which `takes_convolution` says yes: torch's, to the bit; [B, O, rows, columns], bf16.
 
     For backward wait input [B, I, H, W] and weight [O, I, R, C], bf16, as with torch's own. Padding is with zeros, on each side. Syncs: no.
     """

@@ -19,18 +19,18 @@ both ways and they 205, while the device had time: a step of BERT, of 1.6 and of
 Their 46 further bytes an element are 257 us of an H100 at 2^24."""
 SMALL_ON_CPU = 1 << 16
 """Likewise of a layer norm on the CPU, where torch's ops start at once: 101 us forward and backward for 128 rows of 256, the function 141."""
-_num_spared = 0
+_num_captures = 0
 
 
 @contextmanager
-def spared_host() -> Iterator[None]:
+def for_capture() -> Iterator[None]:
     """Have norms of any size inside the block run by the fewest launches, for a step that a graph of the device launches. Host only."""
-    global _num_spared  # noqa: PLW0603  # of the process: threads of backward passes recompute checkpoints
-    _num_spared += 1
+    global _num_captures  # noqa: PLW0603  # of the process: threads of backward passes recompute checkpoints
+    _num_captures += 1
     try:
         yield
     finally:
-        _num_spared -= 1
+        _num_captures -= 1
 
 
 class _Norm(torch.autograd.Function):
@@ -46,7 +46,7 @@ class _Norm(torch.autograd.Function):
         ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float, is_centred: bool,
         low: torch.dtype,
     ) -> Tensor:  # fmt: skip
-        out, mean, rstd = _kernel(x).forward(x, shape, weight, bias, eps, is_centred, low)
+        out, mean, rstd = _implementation(x).forward(x, shape, weight, bias, eps, is_centred, low)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
         ctx.shape, ctx.eps, ctx.is_centred = shape, eps, is_centred
         return out  # type: ignore[no-any-return]  # a module of its registry
@@ -56,7 +56,7 @@ class _Norm(torch.autograd.Function):
         x, weight, bias, mean, rstd = ctx.saved_tensors
         needs_x, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         mask = [needs_x, needs_weight, needs_bias]
-        found = _kernel(x).backward(grad, x, ctx.shape, mean, rstd, weight, bias, mask, ctx.eps, ctx.is_centred)
+        found = _implementation(x).backward(grad, x, ctx.shape, mean, rstd, weight, bias, mask, ctx.eps, ctx.is_centred)
         each = zip(found, (x, weight, bias), mask, strict=True)
         of_x, of_weight, of_bias = (own.to(of.dtype) if needed else None for own, of, needed in each)
         return of_x, None, of_weight, of_bias, None, None, None
@@ -67,7 +67,7 @@ def as_fp32(tensor: Tensor | None) -> Tensor | None:
     return tensor if tensor is None or tensor.dtype is torch.float32 else tensor.float()
 
 
-def _kernel(x: Tensor) -> ModuleType:
+def _implementation(x: Tensor) -> ModuleType:
     return choose("layer_norm", x.device, x.dtype).module
 
 
@@ -143,7 +143,7 @@ def _is_small(x: Tensor, training: bool) -> bool:
     """Whether torch's ops are quicker; a checkpoint's first run, without gradients, gives what its second does."""
     size, trains = x.numel(), torch.is_grad_enabled() or training
     if x.device.type != "cpu":
-        return size < SMALL["training" if trains else "inference"] and not _num_spared
+        return size < SMALL["training" if trains else "inference"] and not _num_captures
     return size < SMALL_ON_CPU and trains
 
 
@@ -151,7 +151,7 @@ def _norm(
     x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float, is_centred: bool, low: torch.dtype,
 ) -> Tensor:  # fmt: skip
     if not torch.is_grad_enabled():
-        return _kernel(x).forward(x, shape, weight, bias, eps, is_centred, low)[0]  # type: ignore[no-any-return]  # likewise
+        return _implementation(x).forward(x, shape, weight, bias, eps, is_centred, low)[0]  # type: ignore[no-any-return]  # likewise
     out: Tensor = _Norm.apply(x, shape, weight, bias, eps, is_centred, low)  # type: ignore[no-untyped-call]  # torch's own
     return out
 

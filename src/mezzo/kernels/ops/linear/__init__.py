@@ -17,7 +17,7 @@ LARGE = 2**22
 """Elements of a weight up to which beside emulation half as many rows are enough for fp32 on a widened copy to be the faster way."""
 
 
-def reads_faster(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+def takes_small_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     """Whether the compiled linear layer is faster than torch's for these operands, reads them as they are, and is seen by nobody. Host only.
 
     It is for inference: bf16 on the CPU, a few rows, a large weight without gaps, no gradient to come, and nothing
@@ -39,7 +39,7 @@ def reads_faster(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> b
 
 
 def small_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `input @ weight.T + bias` of operands for which `reads_faster` says yes: [..., K], [N, K] and [N] in bf16, summed in fp32 and rounded once. Syncs: no."""
+    """Return `input @ weight.T + bias` of operands for which `takes_small_linear` says yes: [..., K], [N, K] and [N] in bf16, summed in fp32 and rounded once. Syncs: no."""
     out: Tensor = registry.compiled("linear").linear(input, weight, bias)
     return out
 

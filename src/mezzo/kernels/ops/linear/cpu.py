@@ -15,7 +15,7 @@ _kernel = Kernel("linear", forward="PPPPqqqii", tiles="PPPPqqqii", most_rows="i:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return what `small_linear` says, of operands that `reads_faster` let through. Syncs: no."""
+    """Return what `small_linear` says, of operands that `takes_small_linear` let through. Syncs: no."""
     width, inner = weight.shape
     out = torch.empty((*x.shape[:-1], width), dtype=torch.bfloat16, device="cpu")
     addresses = addresses_or_none([x, weight, out, bias])
