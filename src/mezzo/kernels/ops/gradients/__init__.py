@@ -178,19 +178,19 @@ def norm_and_finite(grads: Sequence[Tensor], inv_scale: Tensor | None = None) ->
     """
     is_plain = all([type(grad) in PLAIN for grad in grads])
     parts = grads if is_plain else [as_plain(part) for part in local_tensors(grads)]
-    aux = tuple([part.detach() if part.requires_grad else part for part in parts])
-    home = aux[0].device if aux else inv_scale.device if inv_scale is not None else torch.device("cpu")
+    detached = tuple([part.detach() if part.requires_grad else part for part in parts])
+    home = detached[0].device if detached else inv_scale.device if inv_scale is not None else torch.device("cpu")
     host_looks = home.type == "cpu" and not torch.compiler.is_compiling()
-    known = _known_norms(aux) if host_looks else None
+    known = _known_norms(detached) if host_looks else None
     if known is not None and inv_scale is None:
-        return GradientCheck(None, known, aux, is_plain=is_plain)
-    norms = _gather(aux, home) if known is None else torch.frombuffer(known, dtype=torch.float32)
+        return GradientCheck(None, known, detached, is_plain=is_plain)
+    norms = _gather(detached, home) if known is None else torch.frombuffer(known, dtype=torch.float32)
     if host_looks and known is None:
-        _bring_in_range_(norms, aux)
+        _bring_in_range_(norms, detached)
     if inv_scale is not None:
         norms = norms * inv_scale.to(home)
     norm = _norm_of(norms) if host_looks else torch.linalg.vector_norm(norms)
-    return GradientCheck(norm, norms, aux, is_plain=is_plain)
+    return GradientCheck(norm, norms, detached, is_plain=is_plain)
 
 
 def _norm_of(norms: Tensor) -> Tensor:
