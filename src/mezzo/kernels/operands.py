@@ -50,7 +50,7 @@ class Operand:
         return OperandError(f"{self.owner} {describe(weight)} cannot be stepped: {what} {reason}. {advice}")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(kw_only=True, slots=True, eq=False)
 class Layout:
     """Where weights, their aux state and their moments lie, checked; it holds as long as they stay there.
 
@@ -67,7 +67,7 @@ class Layout:
         spans: first and last address of everything that a step writes.
         storages: addresses of the storages that a step writes to.
         checked: addresses of gradients that were looked at before.
-        struct: what a backend made of the rest for its kernel.
+        struct: what a backend made of the rest for its kernel; None before it did.
     """
 
     unwalkable: Sequence[int]
@@ -82,7 +82,7 @@ class Layout:
     spans: Sequence[tuple[int, int, Operand]]
     storages: frozenset[int]
     checked: set[int] = field(default_factory=set)
-    struct: list[Any] = field(default_factory=list)
+    struct: Any = None
 
 
 @read_only
@@ -137,13 +137,13 @@ def operands(
         return Operands(weights=weights, moments=moments, grads=grads, layout=layout)
     formats = _formats(values)
     own = FORMATS[weights.values[0].dtype]
-    readable = set(FORMATS.values()) if own == 0 else {0, own}
+    read_formats = set(FORMATS.values()) if own == 0 else {0, own}
     if weights.values[0].device.type != "cpu" and len(set(formats)) > 1:  # one launch reads one format
-        readable = {0}
-    is_walkable = all(map(Tensor.is_contiguous, values)) and not any(map(Tensor.is_neg, values))
-    if not is_walkable or not readable.issuperset(formats):
-        are_read = [code in readable for code in formats]
-        values = [_readable(weights, index, grad, are_read[index]) for index, grad in enumerate(values)]
+        read_formats = {0}
+    are_walkable = all(map(Tensor.is_contiguous, values)) and not any(map(Tensor.is_neg, values))
+    if not are_walkable or not read_formats.issuperset(formats):
+        are_read = [code in read_formats for code in formats]
+        values = [_as_walked(weights, index, grad, are_read[index]) for index, grad in enumerate(values)]
         formats = _formats(values)
     addresses = array("Q", map(Tensor.data_ptr, values))
     if not layout.checked.issuperset(addresses) and (copies := _copies(layout, weights, values, addresses)):
@@ -168,11 +168,11 @@ def _check_gradient(weights: Weights, index: int, grad: Tensor) -> None:
         raise Operand(weights.param_name(index), "gradient", grad).refuse(weight, reason)
 
 
-def _readable(weights: Weights, index: int, grad: Tensor, is_readable: bool) -> Tensor:
-    if is_readable and grad.is_contiguous() and not grad.is_neg():
+def _as_walked(weights: Weights, index: int, grad: Tensor, is_read: bool) -> Tensor:
+    if is_read and grad.is_contiguous() and not grad.is_neg():
         return grad
     _check_gradient(weights, index, grad)
-    return (grad if is_readable else grad.to(torch.float32)).resolve_neg().contiguous()
+    return (grad if is_read else grad.to(torch.float32)).resolve_neg().contiguous()
 
 
 def _copies(layout: Layout, weights: Weights, grads: Sequence[Tensor], addresses: Sequence[int]) -> dict[int, Tensor]:

@@ -63,9 +63,9 @@ def compiled_step(
         where, weights, grads = operands.layout, operands.weights, operands.grads
         if where is None or operands.grad_addresses is None or operands.grad_formats is None:
             return
-        if not where.struct:
-            where.struct.append(_struct_of(where, weights))
-        (batch,), count = where.struct, len(weights.values)
+        if where.struct is None:
+            where.struct = _struct_of(where, weights)
+        batch, count = where.struct, len(weights.values)
         numbers = _numbers(scalars, (count, 3)), _numbers(step, (count,))
         factors = [None if x is None else _numbers(x, ()) for x in (grads.inv_scale, grads.clip_coef, grads.found_inf)]
         batch.scalars, batch.step = [x.data_ptr() for x in numbers]
