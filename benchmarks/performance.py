@@ -18,7 +18,7 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from mezzo.bench import WORKLOADS, Measurement, Result, header, label, load, machine_name, row, short_name
+from mezzo.bench import WORKLOADS, Measurement, Result, cells, header, label, load, machine_name, short_name
 from mezzo.bench.results_table import MISSING, fastest_rival, footnotes, points_of, title
 from mezzo.errors import BenchError, MezzoError, did_you_mean, plural
 from mezzo.files import write_text
@@ -57,7 +57,7 @@ def markdown_table(result: Result) -> str:
     """Return the table of a result as Markdown, figures flush right."""
     head = header(result)
     rule = tuple(":---" if name in ("point", "variant") else "---:" for name in head)
-    return markdown([head, rule, *(row(result, measurement) for measurement in result.measurements)])
+    return markdown([head, rule, *([*cells(result, measurement).values()] for measurement in result.measurements)])
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
@@ -240,9 +240,9 @@ def figures(folder: Path) -> str:
 def _in_full(rows: Mapping[_Row, Mapping[str, _Cell]]) -> str:
     columns = _columns(rows)
     table = [("workload", "policy", *columns, PEAK), ("---", "---", *["---:"] * (len(columns) + 1))]
-    for (workload, policy, compiled), cells in rows.items():
-        told = [cells[column].text if column in cells else MISSING for column in columns]
-        table.append((f"{workload}{', compiled' if compiled else ''}", policy, *told, _peak(cells.values())))
+    for (workload, policy, compiled), by_column in rows.items():
+        told = [by_column[column].text if column in by_column else MISSING for column in columns]
+        table.append((f"{workload}{', compiled' if compiled else ''}", policy, *told, _peak(by_column.values())))
     return markdown(table)
 
 

@@ -13,12 +13,12 @@ from tests.bench.script import load_script
 
 from mezzo.bench.measurement import Measurement, PointRoofline, Result
 from mezzo.bench.results_table import (
+    cells,
     charts,
     footnotes,
     header,
     label,
     print_result,
-    row,
     save_chart,
     title,
 )
@@ -58,9 +58,9 @@ GOLDEN = [
 
 
 def test_rows() -> None:
-    assert [row(RESULT, m) for m in RESULT.measurements] == GOLDEN
+    assert [tuple(cells(RESULT, m).values()) for m in RESULT.measurements] == GOLDEN
     assert header(RESULT)[-1] == "accuracy"
-    assert all(len(cells) == len(header(RESULT)) for cells in GOLDEN)
+    assert all(len(row) == len(header(RESULT)) for row in GOLDEN)
 
 
 def test_a_row_is_held_against_the_fastest_rival_run_in_the_same_way() -> None:
@@ -70,23 +70,23 @@ def test_a_row_is_held_against_the_fastest_rival_run_in_the_same_way() -> None:
     }  # fmt: skip
     found = tuple(measurement(name, "p", (took,)) for name, took in seconds.items())
     served = dataclasses.replace(RESULT, measurements=found, rooflines={"p": PointRoofline()})
-    cells = {m.variant: dict(zip(header(served), row(served, m), strict=True)) for m in found}
-    ratios = {name: of["than fastest rival"] for name, of in cells.items()}
+    rows = {m.variant: cells(served, m) for m in found}
+    ratios = {name: of["than fastest rival"] for name, of in rows.items()}
     assert ratios == {
         "torch-autocast": "0.75x", "accelerate": "1.00x", "torch-16bit": "15.00x", "mezzo-autocast": "1.25x",
         "prepare": "1.50x", "torch-autocast+keep": "1.00x", "fabric+keep": "0.33x", "prepare+keep": "1.25x",
         "prepare-master+keep+compile": "-",
     }  # fmt: skip
-    assert cells["prepare+keep"]["variant"] == "prepare bf16, kept"
-    assert cells["prepare-master+keep+compile"]["variant"] == "prepare bf16-master, kept, compiled"
+    assert rows["prepare+keep"]["variant"] == "prepare bf16, kept"
+    assert rows["prepare-master+keep+compile"]["variant"] == "prepare bf16-master, kept, compiled"
 
 
 def test_what_was_not_measured_is_a_dash() -> None:
     alone = dataclasses.replace(
         RESULT, measurements=RESULT.measurements[1:2], rooflines={"512 x 1024 x 3": PointRoofline()}
     )
-    cells = dict(zip(header(alone), row(alone, alone.measurements[0]), strict=True))
-    assert [cells[name] for name in ("faster than fp32", "than fastest rival", "of roofline", "of fp32's")] == [
+    row = cells(alone, alone.measurements[0])
+    assert [row[name] for name in ("faster than fp32", "than fastest rival", "of roofline", "of fp32's")] == [
         "-",
         "1.00x",
         "-",
@@ -100,10 +100,10 @@ def test_a_pipe_gets_every_figure_and_no_escape_codes() -> None:
     text = out.getvalue()
     assert "\x1b" not in text
     assert "…" not in text
-    for cells in GOLDEN:
-        begin = f"{cells[0]} {cells[1]}".split()
+    for row in GOLDEN:
+        begin = f"{row[0]} {row[1]}".split()
         line = next(line for line in text.splitlines() if line.split()[: len(begin)] == begin)
-        assert line.split() == " ".join(cells).split()
+        assert line.split() == " ".join(row).split()
     for note in footnotes(RESULT):
         assert note in " ".join(text.split())
 
@@ -122,12 +122,13 @@ def test_markdown() -> None:
     lines = load_script("performance").markdown_table(RESULT).splitlines()
     assert lines[0] == f"| {' | '.join(header(RESULT))} |"
     assert lines[1] == "| :--- | " + " | ".join(["---:"] * 10) + " |"
-    assert lines[2:] == [f"| {' | '.join(cells)} |" for cells in GOLDEN]
+    assert lines[2:] == [f"| {' | '.join(row)} |" for row in GOLDEN]
 
 
 def test_several_points_have_a_column() -> None:
     assert header(swept())[:2] == ("point", "variant")
-    assert [row(swept(), m)[:2] for m in swept().measurements][:2] == [("width 64", "fp32"), ("width 64", "torch-amp")]
+    firsts = [tuple(cells(swept(), m).values())[:2] for m in swept().measurements[:2]]
+    assert firsts == [("width 64", "fp32"), ("width 64", "torch-amp")]
     assert title(swept()) == "recipe on AMD EPYC, 2 threads: median of 3 interleaved rounds"
     assert title(RESULT) == "recipe 512 x 1024 x 3 on AMD EPYC, 2 threads: median of 3 interleaved rounds"
 

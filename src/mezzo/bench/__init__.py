@@ -12,11 +12,11 @@ from .harness import run_tests as run_tests
 from .measurement import Measurement as Measurement
 from .measurement import Result as Result
 from .measurement import load as load
+from .results_table import cells as cells
 from .results_table import header as header
 from .results_table import label as label
 from .results_table import machine_name as machine_name
 from .results_table import print_result as print_result
-from .results_table import row as row
 from .results_table import save_chart as save_chart
 from .results_table import text_table as text_table
 from .workload import WORKLOADS as WORKLOADS

@@ -67,34 +67,30 @@ def fastest_rival_alike(result: Result, measurement: Measurement) -> Measurement
 
 
 def header(result: Result) -> tuple[str, ...]:
-    """Return the column names of a result's table; the point has a column where there are several."""
-    point = ("point",) if len(points_of(result)) > 1 else ()
-    return (
-        *point, "variant", "time", "fastest-slowest", f"per {result.unit}", "faster than fp32",
-        "than fastest rival", "of roofline", "peak memory", "of fp32's", "loss", *measure_names(result),
-    )  # fmt: skip
+    """Return the column names of a result's table."""
+    return tuple(cells(result, result.measurements[0]))
 
 
-def measure_names(result: Result) -> tuple[str, ...]:
-    """Return the names of whatever else the workload measured, each once."""
-    return tuple(dict.fromkeys(name for m in result.measurements for name in m.measures))
-
-
-def row(result: Result, measurement: Measurement) -> tuple[str, ...]:
-    """Return one measurement as words, in the order of `header`."""
+def cells(result: Result, measurement: Measurement) -> dict[str, str]:
+    """Return one measurement as words, by the column of a table; the point has one where there are several, and what else a workload measured."""
     share = result.share_of_roofline(measurement)
     fp32 = result.at(measurement.point).get("fp32")
     rival = fastest_rival_alike(result, measurement)
-    extra = (measurement.measures.get(name) for name in measure_names(result))
-    point = (measurement.point,) if len(points_of(result)) > 1 else ()
-    return (
-        *point, label(measurement), in_seconds(measurement.median), in_seconds(measurement.low, measurement.high),
-        in_seconds(measurement.median / measurement.units), _times(result.ratio(measurement, "fp32")),
-        _times(rival.median / measurement.median if rival else None),
-        MISSING if share is None else f"{share:.0%}" if share >= 0.1 else f"{share:.1%}", in_bytes(measurement.peak_bytes),
-        _times(measurement.peak_bytes / fp32.peak_bytes if fp32 and fp32.peak_bytes > 0 else None),
-        f"{measurement.loss:.6g}", *(MISSING if value is None else f"{value:.4g}" for value in extra),
-    )  # fmt: skip
+    own, names = measurement.measures, dict.fromkeys(name for m in result.measurements for name in m.measures)
+    return {
+        **({"point": measurement.point} if len(points_of(result)) > 1 else {}),
+        "variant": label(measurement),
+        "time": in_seconds(measurement.median),
+        "fastest-slowest": in_seconds(measurement.low, measurement.high),
+        f"per {result.unit}": in_seconds(measurement.median / measurement.units),
+        "faster than fp32": _times(result.ratio(measurement, "fp32")),
+        "than fastest rival": _times(rival.median / measurement.median if rival else None),
+        "of roofline": MISSING if share is None else f"{share:.0%}" if share >= 0.1 else f"{share:.1%}",
+        "peak memory": in_bytes(measurement.peak_bytes),
+        "of fp32's": _times(measurement.peak_bytes / fp32.peak_bytes if fp32 and fp32.peak_bytes > 0 else None),
+        "loss": f"{measurement.loss:.6g}",
+        **{name: f"{own[name]:.4g}" if name in own else MISSING for name in names},
+    }
 
 
 def points_of(result: Result) -> tuple[str, ...]:
@@ -144,7 +140,7 @@ def text_table(head: Sequence[str], sections: Sequence[Sequence[Sequence[str]]])
 
 def print_result(result: Result, file: TextIO | None = None) -> None:
     """Print the table of a result with its footnotes. Writes: `file`, standard output when left out."""
-    sections = [[row(result, m) for m in result.at(point).values()] for point in points_of(result)]
+    sections = [[[*cells(result, m).values()] for m in result.at(point).values()] for point in points_of(result)]
     print(title(result), text_table(header(result), sections), "", *footnotes(result), sep="\n", file=file)
 
 

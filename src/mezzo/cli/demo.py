@@ -15,12 +15,10 @@ from ..bench import (
     Recipe,
     Result,
     Reviews,
+    cells,
     default_device,
-    header,
-    label,
     machine_name,
     parse_device,
-    row,
     text_table,
 )
 from ..errors import ConfigError
@@ -31,7 +29,7 @@ from .bench import json_of_all, measured, open_folder, save
 NOT_TESTED = "not run: a demonstration"
 MEANING = """prepare: mezzo.prepare with the policy behind it; kept: the C library keeps what a step frees, for the next (docs/memory.md).
 Peak memory is above the process's baseline after import."""
-COLUMNS = ("time", "faster than fp32", "peak memory", "of fp32's", "loss")
+COLUMNS = ("variant", "time", "faster than fp32", "peak memory", "of fp32's", "loss")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,16 +71,16 @@ def measure_both(options: DemoOptions) -> Iterator[Result]:
     yield measured(reviews, replace(plan, variants=Reviews.variants, rounds=1), NOT_TESTED)
 
 
-def _cells(result: Result, measurement: Measurement) -> tuple[str, ...]:
-    said = dict(zip(header(result), row(result, measurement), strict=True))
+def _row(result: Result, measurement: Measurement) -> tuple[str, ...]:
+    said = cells(result, measurement)
     accuracy = measurement.measures.get("accuracy")
     shown = "-" if accuracy is None else f"{accuracy:.4f}"
-    return (result.workload, label(measurement), *(said[name] for name in COLUMNS), shown)
+    return (result.workload, *(said[name] for name in COLUMNS), shown)
 
 
 def _print(results: Sequence[Result], pictures: Sequence[Path], device: torch.device) -> None:
-    sections = [[_cells(result, measurement) for measurement in result.measurements] for result in results]
-    table = text_table(("job", "variant", *COLUMNS, "test accuracy"), sections)
+    sections = [[_row(result, measurement) for measurement in result.measurements] for result in results]
+    table = text_table(("job", *COLUMNS, "test accuracy"), sections)
     low = dtype_name(low_dtype(device))
     print(f"on {machine_name(results[0])}, mixed precision in {low}", table, "", MEANING, sep="\n")
     native = native_support(device, low_dtype(device))
