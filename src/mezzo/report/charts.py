@@ -16,6 +16,7 @@ _LEFT, _RIGHT, _TOP = 56, 12, 30
 _BAND_HEIGHT, _ROW_HEIGHT, _NAME_WIDTH = 12, 15, 210
 _COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2")
 _LABELS, _LONGEST, _NAMES = 16, 30, 5
+"""Labels of an axis at most, characters of one, and names in a row of the legend."""
 _NEAREST, _LARGEST = 1e-300, sys.float_info.max
 _FAINT = 1e-3
 """Share of a row's largest value below which nothing is drawn."""
@@ -85,32 +86,32 @@ class _Plot:
         return _TOP + share * _PLOT
 
 
-def _axes(chart: Chart, frame: _Plot) -> list[str]:
+def _axes(chart: Chart, plot: _Plot) -> list[str]:
     parts = [f'<text x="{_LEFT - 6}" y="12" text-anchor="end">{escape(chart.unit)}</text>']
-    for value in _steps(frame.low, frame.high):
-        y = frame.y(value)
+    for value in _steps(plot.low, plot.high):
+        y = plot.y(value)
         parts.append(f'<line class="grid" x1="{_LEFT}" y1="{y:.1f}" x2="{WIDTH - _RIGHT}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.4g}</text>')
     return parts
 
 
-def _labels(labels: tuple[str, ...], frame: _Plot, y: float) -> list[str]:
+def _labels(labels: tuple[str, ...], plot: _Plot, y: float) -> list[str]:
     every = max(1, math.ceil(len(labels) / _LABELS))
     return [
-        f'<text x="{frame.x(i):.1f}" y="{y:.1f}" text-anchor="end" transform="rotate(-30 {frame.x(i):.1f} {y:.1f})">'
-        f"<title>{escape(label)}</title>{escape(_shortened(label, min(_LONGEST, int(frame.x(i) / 5.2))))}</text>"
+        f'<text x="{plot.x(i):.1f}" y="{y:.1f}" text-anchor="end" transform="rotate(-30 {plot.x(i):.1f} {y:.1f})">'
+        f"<title>{escape(label)}</title>{escape(_shortened(label, min(_LONGEST, int(plot.x(i) / 5.2))))}</text>"
         for i, label in enumerate(labels)
         if i % every == 0
     ]
 
 
-def _bands(bands: tuple[Band, ...], frame: _Plot, top: float) -> list[str]:
+def _bands(bands: tuple[Band, ...], plot: _Plot, top: float) -> list[str]:
     """Draw each span on a row of its own, with its name before it."""
     parts = []
     for i, (name, low, high) in enumerate(bands):
-        left, right = max(frame.left, frame.x(low - 0.5)), min(WIDTH - _RIGHT, frame.x(high + 0.5))
+        left, right = max(plot.left, plot.x(low - 0.5)), min(WIDTH - _RIGHT, plot.x(high + 0.5))
         y = top + _BAND_HEIGHT * (i + 0.5)
-        parts.append(f'<text x="{frame.left - 6}" y="{y + 4:.1f}" text-anchor="end">{escape(name)}</text>')
+        parts.append(f'<text x="{plot.left - 6}" y="{y + 4:.1f}" text-anchor="end">{escape(name)}</text>')
         if right > left:
             parts.append(
                 f'<line class="band" x1="{left:.1f}" y1="{y:.1f}" x2="{right:.1f}" y2="{y:.1f}" '
@@ -119,11 +120,11 @@ def _bands(bands: tuple[Band, ...], frame: _Plot, top: float) -> list[str]:
     return parts
 
 
-def _lines(chart: Chart, frame: _Plot) -> list[str]:
+def _lines(chart: Chart, plot: _Plot) -> list[str]:
     parts = []
     for n, series in enumerate(chart.series):
         colour = _COLOURS[n % len(_COLOURS)]
-        points = [(frame.x(i), frame.y(v)) if math.isfinite(v) else None for i, v in enumerate(series.values)]
+        points = [(plot.x(i), plot.y(v)) if math.isfinite(v) else None for i, v in enumerate(series.values)]
         path, pen = [], "M"
         for point in points:
             path += [f"{pen}{point[0]:.1f} {point[1]:.1f}"] if point else []
@@ -138,14 +139,14 @@ def _lines(chart: Chart, frame: _Plot) -> list[str]:
     return parts
 
 
-def _columns(chart: Chart, frame: _Plot) -> list[str]:
+def _bars(chart: Chart, plot: _Plot) -> list[str]:
     parts = []
-    slot = (WIDTH - _LEFT - _RIGHT) / frame.count * 0.8
+    slot = (WIDTH - _LEFT - _RIGHT) / plot.count * 0.8
     width = slot / max(1, len(chart.series))
     for n, series in enumerate(chart.series):
         for i, (label, value) in enumerate(zip(chart.labels, series.values, strict=True)):
             if math.isfinite(value) and value != 0:
-                x, top, base = frame.x(i) - slot / 2 + n * width, frame.y(max(value, 0)), frame.y(min(value, 0))
+                x, top, base = plot.x(i) - slot / 2 + n * width, plot.y(max(value, 0)), plot.y(min(value, 0))
                 parts.append(
                     f'<rect x="{x:.1f}" y="{top:.1f}" width="{width:.1f}" height="{base - top:.1f}" '
                     f'fill="{_COLOURS[n % len(_COLOURS)]}"><title>{escape(f"{label}: {value:.4g} {chart.unit}")}</title></rect>'
@@ -173,12 +174,12 @@ def _svg(title: str, height: float, parts: list[str]) -> str:
 
 def draw(chart: Chart) -> str:
     """Return a chart as one `<svg>` element; exact values show on hovering."""
-    frame = _Plot(len(chart.labels), *_ends(chart))
-    marks = _lines(chart, frame) if chart.kind == "lines" else _columns(chart, frame)
+    plot = _Plot(len(chart.labels), *_ends(chart))
+    marks = _lines(chart, plot) if chart.kind == "lines" else _bars(chart, plot)
     below = _TOP + _PLOT + 6
     under = below + _BAND_HEIGHT * len(chart.bands)
-    parts = [*_axes(chart, frame), *_bands(chart.bands, frame, below), *marks]
-    parts += _labels(chart.labels, frame, under + 10)
+    parts = [*_axes(chart, plot), *_bands(chart.bands, plot, below), *marks]
+    parts += _labels(chart.labels, plot, under + 10)
     more = _ROW_HEIGHT * (max(0, len(chart.series) - 1) // _NAMES)  # of the legend
     drawn = [f'<g transform="translate(0 {more})">', *parts, "</g>", *_legend(chart)]
     return _svg(chart.title, more + under + _label_height(chart.labels), drawn)
@@ -186,8 +187,8 @@ def draw(chart: Chart) -> str:
 
 def draw_heat(heat: Heat) -> str:
     """Return a heat map as one `<svg>` element: the darker, the more of the row's values lie there."""
-    frame = _Plot(len(heat.labels), 0.0, 1.0, _NAME_WIDTH)
-    width = (WIDTH - _NAME_WIDTH - _RIGHT) / frame.count
+    plot = _Plot(len(heat.labels), 0.0, 1.0, _NAME_WIDTH)
+    width = (WIDTH - _NAME_WIDTH - _RIGHT) / plot.count
     parts = []
     for n, (name, values) in enumerate(heat.rows):
         y, most = n * _ROW_HEIGHT, max(values, default=0.0) or 1.0
@@ -196,11 +197,11 @@ def draw_heat(heat: Heat) -> str:
         for i, value in enumerate(values):
             if value >= most * _FAINT:
                 parts.append(
-                    f'<rect x="{frame.x(i - 0.5):.1f}" y="{y}" width="{width:.2f}" height="{_ROW_HEIGHT - 2}" '
+                    f'<rect x="{plot.x(i - 0.5):.1f}" y="{y}" width="{width:.2f}" height="{_ROW_HEIGHT - 2}" '
                     f'fill="{_COLOURS[0]}" fill-opacity="{0.12 + 0.88 * value / most:.2f}">'
                     f"<title>{escape(f'{name}, {heat.labels[i]}: {value:.3g} {heat.unit}')}</title></rect>"
                 )
     below = _ROW_HEIGHT * len(heat.rows) + 4
     under = below + _BAND_HEIGHT * len(heat.bands)
-    parts += [*_bands(heat.bands, frame, below), *_labels(heat.labels, frame, under + 10)]
+    parts += [*_bands(heat.bands, plot, below), *_labels(heat.labels, plot, under + 10)]
     return _svg(heat.title, under + _label_height(heat.labels), parts)
