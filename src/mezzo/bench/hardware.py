@@ -242,7 +242,7 @@ def measure_device(device: torch.device, budget_s: float) -> DeviceReport:
     )
 
 
-def _on_formats(formats: Mapping[str, FormatReport], fastest: str) -> list[str]:
+def _format_advice(formats: Mapping[str, FormatReport], fastest: str) -> list[str]:
     best = formats[fastest]
     lines = []
     if best.times_fp32 > 1.0:
@@ -269,7 +269,7 @@ def _on_formats(formats: Mapping[str, FormatReport], fastest: str) -> list[str]:
 
 def advice(report: DeviceReport) -> tuple[str, ...]:
     """Return what the measurements advise, one sentence each: formats, widths, batch sizes, memory."""
-    lines = _on_formats(report.formats, report.fastest)
+    lines = _format_advice(report.formats, report.fastest)
     narrow, share = report.even_width - 1, report.uneven_share
     pays = share < UNEVEN_COSTS
     lines.append(

@@ -144,7 +144,7 @@ def print_result(result: Result, file: TextIO | None = None) -> None:
     print(title(result), text_table(header(result), sections), "", *footnotes(result), sep="\n", file=file)
 
 
-def _of_variants(result: Result) -> tuple[Chart, ...]:
+def _variant_charts(result: Result) -> tuple[Chart, ...]:
     found = result.measurements
     labels = tuple(label(m) for m in found)
     times = [m.median / m.units for m in found]
@@ -158,7 +158,7 @@ def _of_variants(result: Result) -> tuple[Chart, ...]:
     )
 
 
-def _of_sizes(result: Result, axis: str) -> Chart:
+def _size_chart(result: Result, axis: str) -> Chart:
     points = [point for point in points_of(result) if result.rooflines[point].axis == axis]
     known = dict.fromkeys(m.variant for m in result.measurements if m.variant in VARIANTS)
     own = [variant for variant in known if VARIANTS[variant].is_mezzo]
@@ -182,8 +182,8 @@ def _of_sizes(result: Result, axis: str) -> Chart:
 def charts(result: Result) -> tuple[Chart, ...]:
     """Return the pictures of a result: of its variants at one size, or one for each axis along which sizes vary."""
     if len(points_of(result)) == 1:
-        return _of_variants(result)
-    return tuple(_of_sizes(result, axis) for axis in dict.fromkeys(r.axis for r in result.rooflines.values()))
+        return _variant_charts(result)
+    return tuple(_size_chart(result, axis) for axis in dict.fromkeys(r.axis for r in result.rooflines.values()))
 
 
 def picture(result: Result) -> str:

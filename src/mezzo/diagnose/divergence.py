@@ -60,14 +60,14 @@ def first_divergence(a: Run, b: Run) -> MismatchFinding | None:
     """
     wrong = [i for i, (x, y) in enumerate(zip(a.values, b.values, strict=True)) if not x.is_same(y)]
     if not wrong:
-        return _of_kernels(a, b)
+        return _kernel_finding(a, b)
     known_a, known_b = _Known(a), _Known(b)
     ours, theirs = _behind(a, known_b, wrong), _behind(b, known_a, wrong)
     # a result may be something that the other run knows by another way, as x * 1 is
     ours = ours or [i for i in _frontier(a, known_b, wrong) if a.ops[i].site.op in {b.ops[j].site.op for j in theirs}]
     theirs = theirs or [j for j in _frontier(b, known_a, wrong) if b.ops[j].site.op in {a.ops[i].site.op for i in ours}]
     x, y = _facing([a.ops[i] for i in ours], [b.ops[j] for j in theirs])
-    return _of_weights(x, y, known_a, known_b) or _of_ops(a, b, x, y)
+    return _weight_finding(x, y, known_a, known_b) or _op_finding(a, b, x, y)
 
 
 def _facing(ours: list[OpRun], theirs: list[OpRun]) -> tuple[OpRun | None, OpRun | None]:
@@ -79,7 +79,7 @@ def _facing(ours: list[OpRun], theirs: list[OpRun]) -> tuple[OpRun | None, OpRun
     return next(iter(ours), None), next(iter(theirs), None)
 
 
-def _of_weights(x: OpRun | None, y: OpRun | None, known_a: _Known, known_b: _Known) -> MismatchFinding | None:
+def _weight_finding(x: OpRun | None, y: OpRun | None, known_a: _Known, known_b: _Known) -> MismatchFinding | None:
     """Return what was there before one run, and the other does not have; None if there is nothing, or only one of the two ops draws."""
     if x is not None and y is not None and x.draws != y.draws:
         return None
@@ -90,7 +90,7 @@ def _of_weights(x: OpRun | None, y: OpRun | None, known_a: _Known, known_b: _Kno
     return None
 
 
-def _of_ops(a: Run, b: Run, x: OpRun | None, y: OpRun | None) -> MismatchFinding:
+def _op_finding(a: Run, b: Run, x: OpRun | None, y: OpRun | None) -> MismatchFinding:
     if x is None or y is None:
         op = x or y
         assert op is not None  # something made the output that differs
@@ -100,7 +100,7 @@ def _of_ops(a: Run, b: Run, x: OpRun | None, y: OpRun | None) -> MismatchFinding
         what = "both draw, and not the same numbers" if x.draws and y.draws else f"only {'a' if op is x else 'b'} draws"
         return _finding_of("random", op, x, y, what)
     if x.site.op == y.site.op:
-        return _of_same_op(x, y)
+        return _same_op_finding(x, y)
     if _follows(a, a.ops.index(x), y):
         return _finding_of("missing op", x, x, None, f"only a runs it; b goes on with {y.name}")
     if _follows(b, b.ops.index(y), x):
@@ -108,7 +108,7 @@ def _of_ops(a: Run, b: Run, x: OpRun | None, y: OpRun | None) -> MismatchFinding
     return _finding_of("other op", x, x, y, f"a runs {x.name}, b runs {y.name}")
 
 
-def _of_same_op(x: OpRun, y: OpRun) -> MismatchFinding:
+def _same_op_finding(x: OpRun, y: OpRun) -> MismatchFinding:
     changed = _changed(x, y)
     if changed:
         return _finding_of("arguments", x, x, y, changed)
@@ -123,7 +123,7 @@ def _changed(x: OpRun, y: OpRun) -> str:
     return "; ".join(f"{n} is {one.get(n, 'left out')} in a and {two.get(n, 'left out')} in b" for n in names)
 
 
-def _of_kernels(a: Run, b: Run) -> MismatchFinding | None:
+def _kernel_finding(a: Run, b: Run) -> MismatchFinding | None:
     """Return the first op whose kernel is wrong in one run alone."""
     # reversed, so that the first of each module and op stays
     bad_a, bad_b = ({(o.site.module, o.site.op): o for o in reversed(r.ops) if o.is_wrong} for r in (a, b))

@@ -19,7 +19,7 @@ DB_FOR_ALL_WORK = 20.0
 """What taking all of a step to fp32 must gain to be worth it: 2 dB, the least that counts, for each tenth of the work."""
 _STANDS_OUT = 10.0
 """Times the mean error of the others, in energy."""
-_OF_RANGE = ("scaling=dynamic", "compute=bf16")
+_RANGE_EDITS = ("scaling=dynamic", "compute=bf16")
 """Edits that keep gradients too small for fp16."""
 _CASTS = frozenset({"to", "type", "float", "half", "bfloat16", "double"})
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
@@ -79,7 +79,7 @@ def _candidate(found: StepFidelity, edit: str, covers: Iterable[int], local_shar
     return Candidate(edit=edit, covers=covers, local_share=local_share, flops=flops)
 
 
-def _of_modules(found: StepFidelity) -> list[Candidate]:
+def _module_candidates(found: StepFidelity) -> list[Candidate]:
     """Return a rule for each group of modules. It covers what is inside them too."""
     candidates = []
     for group in _groups([m for m in found.modules if m.module and "<" not in m.module]):
@@ -90,7 +90,7 @@ def _of_modules(found: StepFidelity) -> list[Candidate]:
     return candidates
 
 
-def _of_ops(found: StepFidelity) -> list[Candidate]:
+def _op_candidates(found: StepFidelity) -> list[Candidate]:
     groups: dict[str, list[int]] = defaultdict(list)
     for i, op in enumerate(found.ops):
         public_name = next((n for n in (op.called, op.op) if n in known_ops()), None)
@@ -109,8 +109,8 @@ def _is_dear(candidate: Candidate, found: StepFidelity) -> bool:
 def candidates(found: StepFidelity, tries: int) -> list[Candidate]:
     """Return so many edits to try on the step as it is: modules and ops in turn, those with most local error first."""
     # what overflows in one module must be repaired there, whatever it costs
-    modules = (c for c in _of_modules(found) if not _is_dear(c, found) or math.isinf(c.local_share))
-    ops = (c for c in _of_ops(found) if not _is_dear(c, found))
+    modules = (c for c in _module_candidates(found) if not _is_dear(c, found) or math.isinf(c.local_share))
+    ops = (c for c in _op_candidates(found) if not _is_dear(c, found))
     lists = (sorted((c for c in group if c.local_share > 0), key=lambda c: -c.local_share) for group in (modules, ops))
     mixed = [c for c in chain.from_iterable(zip_longest(*lists)) if c is not None]
     distinct: dict[frozenset[int], Candidate] = {}
@@ -157,8 +157,8 @@ def try_edits(
         Those that pay, and what they give together, by gain for cost, the best first; and the edits tried by themselves.
     """
     is_small = -math.inf < found.figure < GOOD_DB and any(op.dtype == "fp16" for op in found.ops)
-    of_range = [_candidate(found, edit, (), 0.0) for edit in _OF_RANGE if is_small]
-    chosen = [*of_range, *candidates(found, tries)][:tries]
+    range_edits = [_candidate(found, edit, (), 0.0) for edit in _RANGE_EDITS if is_small]
+    chosen = [*range_edits, *candidates(found, tries)][:tries]
     results = [proposal(candidate.edit, found, again(candidate.edit)) for candidate in chosen]
     worthy = [pair for pair in zip(chosen, results, strict=True) if pair[1].gain >= WORTH_DB]
     paying = [result for _, result in worthy]
@@ -166,11 +166,11 @@ def try_edits(
     if union is not None and (result := proposal(union.edit, found, again(union.edit))).gain >= WORTH_DB:
         paying.append(result)
     if tries and found.figure == -math.inf and not paying:
-        paying += _of_overflows(found, again, tries)
+        paying += _overflow_proposals(found, again, tries)
     return ranked(paying), [candidate.edit for candidate in chosen]
 
 
-def _of_overflows(found: StepFidelity, again: Callable[[str], StepFidelity], tries: int) -> list[Proposal]:
+def _overflow_proposals(found: StepFidelity, again: Callable[[str], StepFidelity], tries: int) -> list[Proposal]:
     """Add a rule for whatever overflows next, as a value too large for one op is for the op that reads it."""
     edits: list[str] = []
     now = found

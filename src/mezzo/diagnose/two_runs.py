@@ -220,7 +220,7 @@ def wrong_nodes(model: nn.Module, run: Callable[[nn.Module], object]) -> list[Co
     return found
 
 
-def _of_compiled(
+def _compiled_finding(
     run: Any, batch: Any, loss_fn: LossFn | None, observed: Run, output: list[Tensor], names: list[str], side: str
 ) -> MismatchFinding | None:
     """Return the op that a compiler got wrong; None where the compiled run is about as near to fp64 as the eager one."""
@@ -310,7 +310,7 @@ def mismatch(a: Runnable, b: Runnable, batch: Any, loss_fn: LossFn | None = None
             if is_compiled(run):
                 with _preserved(run):
                     outputs[i] = [v.detach() for _, v in floating(_compared(run, batch, loss_fn)())]
-                finding = finding or _of_compiled(run, batch, loss_fn, observed, outputs[i], names, side)
+                finding = finding or _compiled_finding(run, batch, loss_fn, observed, outputs[i], names, side)
     inexact = [op for op in (*ours.ops, *theirs.ops) if finding is None and op.local > 0]
     worst = max(inexact, key=lambda op: op.local, default=None)
     both = [(key[0], x, theirs.modules.get(key)) for key, x in ours.modules.items()]

@@ -125,7 +125,7 @@ class WatchReport(Report):
     def warnings(self) -> tuple[str, ...]:
         """What is about to be lost or is, in sentences."""
         fmt = FORMATS[self.compute]
-        texts = list(self._of_steps())
+        texts = list(self._step_warnings())
         # a loss scaler leaves out the steps whose gradients are not finite
         spans, rest = divmod(self.num_steps, self.every)
         is_all_taken = self.sampled == spans + (rest > spans % self.every)
@@ -148,7 +148,7 @@ class WatchReport(Report):
                 texts.append(f"weight {t.name}: {t.lost:.0%} of its updates are rounded away.")
         return tuple(texts)
 
-    def _of_steps(self) -> Iterator[str]:
+    def _step_warnings(self) -> Iterator[str]:
         if told := sum(not s.applied and (s.reason != "gradients" or s.scale <= 1) for s in self.steps):
             yield (
                 f"{told} of {self.num_steps} steps were skipped for a loss, a buffer or gradients at scale 1 that are inf or NaN, which no loss scale "
