@@ -121,7 +121,7 @@ def _run(name: str, words: Sequence[str]) -> int:
     except KeyboardInterrupt as end:
         return exit_code(end)
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
-        _drop_the_rest()
+        drop_the_rest()
         return 141
     except OSError as error:
         where = f"{error.filename or 'standard output'}: " if error.filename or error.errno in _FULL else ""
@@ -187,10 +187,10 @@ def _refuse(name: str, sentence: str) -> int:
     try:
         sys.stdout.flush()
     except OSError:
-        _drop_the_rest()
+        drop_the_rest()
     return 2
 
 
-def _drop_the_rest() -> None:
+def drop_the_rest() -> None:
     """Drop what standard output did not take, which Python would try again at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

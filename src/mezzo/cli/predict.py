@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import tyro
 
 from ..errors import ConfigError, DataError
 from ..train import Prediction, Predictor, refuse_wide
+from .main import drop_the_rest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,5 +96,5 @@ def run(argv: Sequence[str]) -> int:
                     print(_line(text, found, options.json))
                 sys.stdout.flush()
     except BrokenPipeError:  # the reader, `head` perhaps, has what it wanted
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_the_rest()
     return 0

@@ -96,6 +96,9 @@ def progress_bar(done: int, total: int, *, every: int = 0, is_shown: bool = True
 Record = dict[str, Any]
 Track = Callable[[int, Mapping[str, float]], object]
 """Takes the number of an update, and numbers by their names."""
+_UPDATE_KEYS = {"kind", "step", "loss", "scale", "applied"}
+_EVALUATION_KEYS = {"kind", "step", "loss", "accuracy"}
+"""What records have at least."""
 
 
 def read_metrics(path: Path) -> list[Record]:
@@ -116,13 +119,11 @@ def _record(line: bytes) -> Record | None:
         found = json.loads(line.decode())
     except (ValueError, RecursionError):
         return None
-    keys = _KEYS[found.get("kind") == "update"] if isinstance(found, dict) else set()
-    is_whole = keys and keys <= found.keys() and isinstance(found["step"], int)
+    if not isinstance(found, dict):
+        return None
+    keys = _UPDATE_KEYS if found.get("kind") == "update" else _EVALUATION_KEYS
+    is_whole = keys <= found.keys() and isinstance(found["step"], int)
     return found if is_whole and all(isinstance(found[key], int | float | None) for key in keys - {"kind"}) else None
-
-
-_KEYS = ({"kind", "step", "loss", "accuracy"}, {"kind", "step", "loss", "scale", "applied"})
-"""What a record of an evaluation has at least, and one of an update."""
 
 
 def _damaged(path: Path, why: str) -> CheckpointError:
