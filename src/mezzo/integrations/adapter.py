@@ -98,31 +98,29 @@ class Adapter:
         is_extended = self._stepper is not None and bool(optimizers)
         if is_extended:
             models, optimizers = [*models, self.stepper.model], [*self._given, *optimizers]
-        known = {id(m): m for m in (*self._models, *models)}.values()
-        stepped = {id(p) for o in optimizers for p in parameters(o)}
-        trained = [m for m in known if any(id(p) in stepped for p in m.parameters())]
-        if optimizers and len(trained) != 1:
-            raise StepError(_WHICH.format(count=len(trained)) if trained else _NONE)
+        known = list({id(m): m for m in (*self._models, *models)}.values())
+        trained = _stepped_by(optimizers, known)
         if is_extended:
             self._saved = self.state_dict()
             self._release()
         for model in models:
-            if model not in _owners and (not optimizers or model is not trained[0]):
+            if model not in _owners and model is not trained:
                 prepare(model, None, _policy_before_training(model, self.policy))
-        self._models = list(known)
-        if optimizers:
-            if trained[0] in _owners:
-                _owners[trained[0]].forget()
-            count = sum(len(parameters(o)) for o in optimizers)
-            # Each optimizer is stepped by a call of its own, also after one backward for all.
-            is_apart = len(stepped) == count
-            with self._reworded():
-                self._stepper = prepare(
-                    trained[0], optimizers, self.policy, skip="independent" if is_apart else "together"
-                )
-            self._given = tuple(optimizers)
-            _owners[trained[0]] = self
-            self.load_state_dict(self._saved)
+        self._models = known
+        if trained is not None:
+            self._own_steps(trained, optimizers)
+
+    def _own_steps(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        if model in _owners:
+            _owners[model].forget()
+        stepped = [id(p) for o in optimizers for p in parameters(o)]
+        # Each optimizer is stepped by a call of its own, also after one backward for all.
+        is_apart = len(set(stepped)) == len(stepped)
+        with self._reworded():
+            self._stepper = prepare(model, optimizers, self.policy, skip="independent" if is_apart else "together")
+        self._given = tuple(optimizers)
+        _owners[model] = self
+        self.load_state_dict(self._saved)
 
     def stepped(self, optimizer: Optimizer) -> Optimizer:
         """Return what the stepper steps in place of an optimizer: itself, or masters around it."""
@@ -304,6 +302,15 @@ class Adapter:
 def _check_bound(name: str, bound: object) -> None:
     if not is_bound(bound):
         raise StepError(f"clipping to {name}={describe(bound)}: {NO_BOUND}.")
+
+
+def _stepped_by(optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> nn.Module | None:
+    """Return the one model whose parameters optimizers step; a StepError for several or none, and None without optimizers."""
+    stepped = {id(p) for o in optimizers for p in parameters(o)}
+    found = [m for m in models if any(id(p) in stepped for p in m.parameters())]
+    if optimizers and len(found) != 1:
+        raise StepError(_WHICH.format(count=len(found)) if found else _NONE)
+    return found[0] if found else None
 
 
 def _policy_before_training(model: nn.Module, policy: PolicyLike) -> Policy:
