@@ -109,7 +109,7 @@ def segment_of(folder: Path, step: int) -> tuple[int, Path]:
     raise DataError(f"step {shown(step)} was asked for, and {str(folder)!r} does not hold it: {held}.")
 
 
-class _Run:
+class _Replay:
     """A model, its stepper and loss, and the record whose steps it takes."""
 
     def __init__(self, parts: Parts, policy: PolicyLike, folder: Path) -> None:
@@ -120,23 +120,8 @@ class _Run:
 
     def take(self, step: int) -> tuple[dict[str, Any], str]:
         """Take one recorded step. Returns: what came of it, and the error that ended it. Writes: the model. Syncs: yes."""
-        folder = max(p for p in self._folder.glob("[0-9]" * 8) if p.name <= f"{step:08d}")
-        num = max(len(list(folder.glob(f"{step:08d}.*{BATCH}"))), len(self._known.get(step, {}).get("losses", ())), 1)
-        batches = [step_data.read(batch_file(folder, step, i), _BATCH) for i in range(num)]
-        changed = step_file(folder, step)
-        settings = step_data.read(changed, _SETTINGS) if changed.is_file() else batches[-1]
-        groups = [group for optimizer in self.amp.optimizers for group in optimizer.param_groups]
-        if (num := len(settings["groups"])) != len(groups):
-            raise DataError(
-                f"step {step} was taken with {num} parameter groups, and the optimizers that build returned have {len(groups)}: groups "
-                "that were added or removed since the snapshot cannot be replayed. Ask for a step of a later snapshot."
-            )
-        for group, values in zip(groups, settings["groups"], strict=True):
-            for key in group.keys() & values.keys():
-                if isinstance(group[key], Tensor):  # it may stand in several groups, and in a graph
-                    group[key].fill_(values[key])
-                else:
-                    group[key] = values[key]
+        batches, settings = self._recorded(step)
+        self._set_groups(step, settings["groups"])
         losses = []
         for batch in batches:
             random_state.set_(RandomState(*batch["random"]))
@@ -150,6 +135,28 @@ class _Run:
             found, error = outcome(losses, math.nan, self.amp.scale, applied=False), str(stopped)
         self.amp.zero_grad()
         return found, error
+
+    def _recorded(self, step: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Return the batches of a step, and its settings: those beside the last batch, unless it was taken with others."""
+        folder = max(p for p in self._folder.glob("[0-9]" * 8) if p.name <= f"{step:08d}")
+        num = max(len(list(folder.glob(f"{step:08d}.*{BATCH}"))), len(self._known.get(step, {}).get("losses", ())), 1)
+        batches = [step_data.read(batch_file(folder, step, i), _BATCH) for i in range(num)]
+        changed = step_file(folder, step)
+        return batches, step_data.read(changed, _SETTINGS) if changed.is_file() else batches[-1]
+
+    def _set_groups(self, step: int, recorded: Sequence[dict[str, Any]]) -> None:
+        groups = [group for optimizer in self.amp.optimizers for group in optimizer.param_groups]
+        if len(recorded) != len(groups):
+            raise DataError(
+                f"step {step} was taken with {len(recorded)} parameter groups, and the optimizers that build returned have {len(groups)}: groups "
+                "that were added or removed since the snapshot cannot be replayed. Ask for a step of a later snapshot."
+            )
+        for group, values in zip(groups, recorded, strict=True):
+            for key in group.keys() & values.keys():
+                if isinstance(group[key], Tensor):  # it may stand in several groups, and in a graph
+                    group[key].fill_(values[key])
+                else:
+                    group[key] = values[key]
 
     def differs(self, step: int, found: dict[str, Any]) -> bool | None:
         """Say whether a step came out otherwise than recorded; None where its result was not recorded."""
@@ -210,11 +217,11 @@ def replay(
     if policy is not None and policy == as_policy(start["policy"]):
         policy = None
     with random_state.kept():
-        run = _Run(_built(build), start["policy"], kept)
+        run = _Replay(_built(build), start["policy"], kept)
         run.amp.load_state_dict(start["run"])
         differs = [run.differs(before, run.take(before)[0]) for before in range(first, step)]
         if policy is not None:
-            state, run = run.amp.state_dict(), _Run(_built(build), policy, kept)
+            state, run = run.amp.state_dict(), _Replay(_built(build), policy, kept)
             run.amp.load_state_dict(state | {"policy": run.amp.policy.to_dict()})  # logs no change that was asked for
         with around(run.amp.model) as watched:
             found, error = run.take(step)
