@@ -145,6 +145,7 @@ def test_memory_is_kept_as_each_library_has_it(monkeypatch: pytest.MonkeyPatch) 
         "torch-amp+keep", "fabric+keep+compile",
     ]  # fmt: skip
     assert environment_of("torch-amp+keep")["MALLOC_MMAP_MAX_"] == "0"
+    assert environment_of("fp32", Path("/elsewhere/src"))["PYTHONPATH"] == "/elsewhere/src"
 
 
 def test_an_error_in_a_variant_is_one_sentence_with_its_log() -> None:

@@ -31,11 +31,11 @@ KEEP_BY_ENVIRONMENT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "42949
 """How glibc keeps freed memory for programs that do not call `mezzo.keep_memory()`."""
 
 
-def environment_of(variant: str) -> dict[str, str]:
-    """Return the environment of a variant's process."""
+def environment_of(variant: str, source: Path | None = None) -> dict[str, str]:
+    """Return the environment of a variant's process; `source` is the `src` of another checkout, whose code is to run."""
     found = VARIANTS.get(variant)
     keeps = found is not None and found.keeps and not found.is_mezzo
-    return os.environ | (KEEP_BY_ENVIRONMENT if keeps else {})
+    return os.environ | (KEEP_BY_ENVIRONMENT if keeps else {}) | ({"PYTHONPATH": str(source)} if source else {})
 
 
 def schedule(points: Sequence[str], variants: Sequence[str], rounds: int) -> Iterator[tuple[str, int, str]]:
@@ -52,18 +52,19 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
     Args:
         job: what `mezzo.bench.worker` is to serve.
         talks: its standard error is this process's own; otherwise it goes to a log that is kept after an error.
+        source: as in `environment_of`.
 
     Raises: BenchError: from `ask`, if the process reports an error or dies.
     """
 
-    def __init__(self, job: Mapping[str, Any], *, talks: bool = False) -> None:
+    def __init__(self, job: Mapping[str, Any], *, talks: bool = False, source: Path | None = None) -> None:
         self.variant: str = job["variant"]
         prefix = f"mezzo-bench-{self.variant}-"
         self._file = tempfile.NamedTemporaryFile("w+", prefix=prefix, suffix=".log", delete=False)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "mezzo.bench.worker"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None if talks else self._file, text=True,
-            env=environment_of(self.variant),
+            env=environment_of(self.variant, source),
         )  # fmt: skip
         self.pid, self.log = self._process.pid, Path(self._file.name)
         self._talks = talks
