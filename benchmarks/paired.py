@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from mezzo.bench import describe_machine, find_workload
-from mezzo.bench.harness import Worker
+from mezzo.bench.harness import WorkerProcess
 
 ROOT = Path(__file__).parents[1]
 FORMER_NAMES = {"prepare-master": "mezzo-prepared"}
@@ -59,7 +59,7 @@ def paired(sources: Sequence[Path], job: dict[str, object], point: str, rounds: 
         for source in sources:
             there = name_there(source, variant)
             plan = {**dict(job["plan"]), "variants": [there]}  # type: ignore[call-overload]  # a mapping
-            worker = Worker({**job, "variant": there, "plan": plan}, source=source)
+            worker = WorkerProcess({**job, "variant": there, "plan": plan}, source=source)
             workers.append(stack.enter_context(worker))
         for worker in workers:
             worker.receive()

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mezzo.bench import Plan, Result, harness, measure
-from mezzo.bench.harness import Worker, check_memory, environment_of, schedule
+from mezzo.bench.harness import WorkerProcess, check_memory, environment_of, schedule
 from mezzo.bench.measurement import from_json
 from mezzo.bench.workload import PEAK_RATES, Workload
 from mezzo.bench.workloads.bert import Overhead, Reviews
@@ -149,7 +149,7 @@ def test_memory_is_kept_as_each_library_has_it(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_error_in_a_variant_is_one_sentence_with_its_log() -> None:
-    with Worker(job("fp32", batch_size=8, in_size=10**8)) as worker:
+    with WorkerProcess(job("fp32", batch_size=8, in_size=10**8)) as worker:
         worker.receive()
         with pytest.raises(
             BenchError, match=r"^variant fp32 failed: RuntimeError: .*allocate.* \(full log: .*\)$"
@@ -163,7 +163,7 @@ def test_an_error_in_a_variant_is_one_sentence_with_its_log() -> None:
 
 @pytest.mark.slow
 def test_a_killed_process_is_told_from_an_error() -> None:
-    with Worker(job("fp32")) as worker:
+    with WorkerProcess(job("fp32")) as worker:
         worker.receive()
         os.kill(worker.pid, signal.SIGKILL)
         with pytest.raises(BenchError, match="variant fp32 failed: the process was killed, as the system does"):
@@ -172,7 +172,7 @@ def test_a_killed_process_is_told_from_an_error() -> None:
 
 
 def test_a_process_leaves_nothing_behind() -> None:
-    with Worker(job(PEAK_RATES)) as worker:
+    with WorkerProcess(job(PEAK_RATES)) as worker:
         pid, log = worker.pid, worker.log
         assert json.dumps(worker.receive()) == '{"threads": 1}'
         assert log.exists()
@@ -183,7 +183,7 @@ def test_a_process_leaves_nothing_behind() -> None:
 
 @pytest.mark.slow
 def test_a_busy_process_is_not_waited_for() -> None:
-    with Worker(job("fp32", batch_size=8, in_size=16, out_size=4, num_batches=1, epochs=10**5)) as worker:
+    with WorkerProcess(job("fp32", batch_size=8, in_size=16, out_size=4, num_batches=1, epochs=10**5)) as worker:
         worker.receive()
         worker.send("8 x 16 x 3")
     assert worker.exit_code == -signal.SIGKILL

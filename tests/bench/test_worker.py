@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import weakref
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mezzo.bench.roofline import Phase
-from mezzo.bench.variant import Variant
+from mezzo.bench.variant import VARIANTS, Variant
 from mezzo.bench.worker import VariantWorker, sampler_of
 from mezzo.bench.workload import PEAK_RATES, Plan, Point, Session, Setting, Workload
 from mezzo.errors import BenchError
@@ -79,7 +80,7 @@ def forget() -> None:
 
 
 def test_a_point_is_built_and_warmed_up_once_and_dropped_for_the_next() -> None:
-    worker = VariantWorker(PLAN, Counting(), "fp32")
+    worker = VariantWorker(Counting(), VARIANTS["fp32"], PLAN.setting)
     worker.sample("a")
     worker.sample("a")
     assert Counting.log == ["load a", "build a in fp32", "warm up a", "run a", "run a"]
@@ -91,7 +92,7 @@ def test_a_point_is_built_and_warmed_up_once_and_dropped_for_the_next() -> None:
 
 @pytest.mark.slow
 def test_what_fills_memory_is_dropped_after_each_sample() -> None:
-    worker = VariantWorker(PLAN, Hungry(), "fp32")
+    worker = VariantWorker(Hungry(), VARIANTS["fp32"], PLAN.setting)
     worker.sample("a")
     assert Counting.held[0]() is None
     worker.sample("a")
@@ -99,7 +100,7 @@ def test_what_fills_memory_is_dropped_after_each_sample() -> None:
 
 
 def test_a_sample() -> None:
-    worker = VariantWorker(PLAN, Counting(), "fp32")
+    worker = VariantWorker(Counting(), VARIANTS["fp32"], PLAN.setting)
     first, own = worker.sample("a"), worker.sample("b")
     assert 0 < first["seconds"] < 42.0
     assert own["seconds"] == 42.0
@@ -112,7 +113,7 @@ def test_a_sample() -> None:
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Counting, "imports", ("no_such_library.part",))
     with pytest.raises(BenchError, match="this workload needs no_such_library; pip install"):
-        VariantWorker(PLAN, Counting(), "fp32")
+        VariantWorker(Counting(), VARIANTS["fp32"], PLAN.setting)
 
 
 def test_a_job_for_the_machine_measures_it() -> None:
@@ -130,7 +131,8 @@ def test_memory_that_cannot_be_kept_is_an_error(monkeypatch: pytest.MonkeyPatch)
 
 def test_mezzo_keeps_memory_by_its_own_call(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
-    monkeypatch.setattr("mezzo.bench.worker._keep_memory", lambda: called.append("kept"))
+    is_kept = SimpleNamespace(is_kept=True)
+    monkeypatch.setattr("mezzo.bench.worker.keep_memory", lambda: called.append("kept") or is_kept)
     for variant in ("prepare", "torch-amp+keep", "prepare-master+keep"):
         called.append(variant)
         sampler_of({"plan": {"variants": [variant]}, "variant": variant, "workload": "recipe", "config": {}})

@@ -46,7 +46,7 @@ def schedule(points: Sequence[str], variants: Sequence[str], rounds: int) -> Ite
     return product(points, range(rounds), variants)
 
 
-class Worker(contextlib.AbstractContextManager["Worker"]):
+class WorkerProcess(contextlib.AbstractContextManager["WorkerProcess"]):
     """A fresh Python process that serves one variant; ended on leaving the context, busy or not.
 
     Args:
@@ -183,7 +183,7 @@ def measure(workload: Workload, plan: Plan, *, tests: str = "not run", progress:
     with contextlib.ExitStack() as stack:
         # They start side by side, untimed; nothing runs beside a sample.
         workers = {
-            name: stack.enter_context(Worker({**job, "variant": name}, talks=workload.talks))
+            name: stack.enter_context(WorkerProcess({**job, "variant": name}, talks=workload.talks))
             for name in (*plan.variants, PEAK_RATES)
         }
         threads = [worker.receive()["threads"] for worker in workers.values()]

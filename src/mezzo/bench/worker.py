@@ -92,7 +92,8 @@ def seconds_of_rounds(session: Session, device: torch.device) -> Iterator[tuple[
 class _BuiltPoint:
     """A variant at one point of a workload, built in memory, and warmed up by its first sample."""
 
-    def __init__(self, workload: Workload, variant: Variant, setting: Setting) -> None:
+    def __init__(self, label: str, workload: Workload, variant: Variant, setting: Setting) -> None:
+        self.label = label
         workload.load()
         self._memory = PeakMemory(setting.device)
         self._session = workload.build(variant, setting)
@@ -118,31 +119,30 @@ class VariantWorker:
     Raises: BenchError: a library the workload needs is missing.
     """
 
-    def __init__(self, plan: Plan, workload: Workload, variant: str) -> None:
-        self._setting = plan.setting
-        self._variant = find_variant(variant, self._setting.device)
+    def __init__(self, workload: Workload, variant: Variant, setting: Setting) -> None:
+        self._variant, self._setting = variant, setting
         self._workloads = {point.label: point.workload for point in workload.points()}
-        self._built: dict[str, _BuiltPoint] = {}  # one at the most, by its label
-        for module in (*workload.imports, *self._variant.imports):
+        self._built: _BuiltPoint | None = None
+        for module in (*workload.imports, *variant.imports):
             try:
                 import_module(module)
             except ImportError:
                 raise BenchError(f"this workload needs {module.split('.')[0]}; pip install 'mezzo[text]'.") from None
-        load_code(self._setting.device, self._setting.dtype)
+        load_code(setting.device, setting.dtype)
 
     def _drop(self) -> None:
-        self._built.clear()
+        self._built = None
         _return_freed_memory()
         if self._setting.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def sample(self, label: str) -> dict[str, Any]:
         """Return one sample of a point, built and warmed up on first use. Syncs: yes."""
-        if label not in self._built:
+        if self._built is None or self._built.label != label:
             self._drop()
-            self._built[label] = _BuiltPoint(self._workloads[label], self._variant, self._setting)
-        answer = self._built[label].sample()
-        if not self._built[label].is_resident:
+            self._built = _BuiltPoint(label, self._workloads[label], self._variant, self._setting)
+        answer = self._built.sample()
+        if not self._built.is_resident:
             self._drop()
         return answer
 
@@ -159,22 +159,17 @@ def sampler_of(job: Mapping[str, Any]) -> Callable[[str], dict[str, Any]]:
         rates = partial(measure_peak_rates, plan.setting.device, plan.number_formats, plan.peak_rates_s)
         return lambda _: dataclasses.asdict(rates())
     variant = find_variant(job["variant"], plan.setting.device)
-    if variant.keeps and variant.is_mezzo:
-        _keep_memory()
+    if variant.keeps and variant.is_mezzo and not (kept := keep_memory()).is_kept:
+        raise BenchError(f"memory cannot be kept here: {kept.why_not}. Leave the variants with +keep out.")
     set_tf32(variant.tf32)
-    return VariantWorker(plan, find_workload(job["workload"]).from_fields(job["config"]), job["variant"]).sample
+    workload = find_workload(job["workload"]).from_fields(job["config"])
+    return VariantWorker(workload, variant, plan.setting).sample
 
 
 def set_tf32(is_on: bool) -> None:
     """Have fp32 products and convolutions run in TF32, or none: torch by itself lets convolutions alone. Writes: torch's settings."""
     torch.set_float32_matmul_precision("high" if is_on else "highest")
     torch.backends.cudnn.allow_tf32 = is_on
-
-
-def _keep_memory() -> None:
-    kept = keep_memory()
-    if not kept.is_kept:
-        raise BenchError(f"memory cannot be kept here: {kept.why_not}. Leave the variants with +keep out.")
 
 
 def _take_standard_output() -> TextIO:
