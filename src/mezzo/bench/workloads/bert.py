@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...formats import dtype_name
 from ...train import REVIEWS, TrainConfig, TrainResult, demo_config, encode, load_corpus, run, train_tokenizer
-from ..roofline import Phase, bytes_stored, count_flops
+from ..roofline import Phase, adamw_phase, bytes_stored, count_flops
 from ..training import Training, forward, repeated, training_session
 from ..variant import Variant
 from ..workload import Point, Session, Setting, Workload, check_known, check_multiple
@@ -169,10 +169,7 @@ class Text(Workload):
         return training_session(variant, setting, model, batches, classification_loss, training, self.steps)
 
     def roofline(self, number_format: str) -> tuple[Phase, ...]:
-        """Return forward, backward, norm and update of one step; the embedding counts in the last two alone.
-
-        16 bit: gradients of 2 bytes, masters of 4 that are weight and remainder. fp32: 4 bytes each. Two moments of 4.
-        """
+        """Return forward, backward, norm and update of one step; the embedding counts in the last two alone."""
         width = bytes_stored(number_format)
         forward = self.size.forward_phase(self.batch_size, self.tokens, width)
         count = _counted(self.size, self.batch_size, self.tokens)[1] + self.width * (self.vocabulary + 1)
@@ -182,7 +179,7 @@ class Text(Workload):
                 forward, name="backward", flops=2 * forward.flops, moved_bytes=forward.moved_bytes + width * count
             ),
             Phase(name="norm", moved_bytes=float(width * count)),
-            Phase(name="update", moved_bytes=float((width + 24) * count)),
+            adamw_phase(number_format, float(count)),
         )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...formats import memory_bytes
-from ..roofline import Phase, bytes_stored
+from ..roofline import Phase, adamw_phase, bytes_stored
 from ..training import Training, mean_square, repeated, training_step
 from ..variant import Variant
 from ..workload import Point, Session, Setting, Workload
@@ -110,14 +110,7 @@ class Step(Workload):
         return repeated(step, self.steps, loss=lambda _: mean_square(next(model.parameters()).detach()[:1]))
 
     def roofline(self, number_format: str) -> tuple[Phase, ...]:
-        """Return one pass for the norm and one for the update; nothing smaller knows the norm before it clips.
-
-        fp32: the update reads gradient, weight and two moments and writes the last three, 28 bytes a parameter.
-        16 bit: a gradient of 2 bytes, and a master of 4 that is weight and remainder, 26 bytes.
-        """
-        gradient = bytes_stored(number_format)
+        """Return one pass for the norm and one for the update; nothing smaller knows the norm before it clips."""
         count = float(self.parameters[0])
-        return (
-            Phase(name="norm", moved_bytes=gradient * count),
-            Phase(name="update", moved_bytes=(gradient + 24) * count),
-        )
+        norm = Phase(name="norm", moved_bytes=bytes_stored(number_format) * count)
+        return norm, adamw_phase(number_format, count)

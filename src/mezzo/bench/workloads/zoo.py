@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..roofline import Phase, bytes_stored, count_flops
+from ..roofline import Phase, adamw_phase, bytes_stored, count_flops
 from ..training import Training, training_session
 from ..variant import Variant
 from ..workload import Session, Setting, Workload, check_multiple
@@ -67,16 +67,13 @@ class ModelSteps(Workload):
         return training_session(variant, setting, model, [batch], self.loss, training, self.steps)
 
     def roofline(self, number_format: str) -> tuple[Phase, ...]:
-        """Return forward, backward and update of one step: products as torch counts them, every weight moved once.
-
-        The update reads a gradient, weight and two moments and writes the last three, as in `mezzo bench step`.
-        """
+        """Return forward, backward and update of one step: products as torch counts them, every weight moved once."""
         width = bytes_stored(number_format)
         count, forward, backward = _counted(self)
         return (
             Phase(name="forward", flops=forward, moved_bytes=width * count),
             Phase(name="backward", flops=backward, moved_bytes=2 * width * count),
-            Phase(name="update", moved_bytes=(width + 24) * count),
+            adamw_phase(number_format, count),
         )
 
 
