@@ -17,7 +17,6 @@ from .. import random_state
 from ..errors import ConfigError, DataError, kind_of, shown
 from ..files import FileImage, as_path, flush_to_disk
 from ..formats import is_count, number_of
-from ..random_state import RandomState
 from ..step import Stepper, StepResult
 from . import step_data
 from .second_run import SecondRun
@@ -114,7 +113,6 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._num_batches = 0
         self._last_settings: dict[str, Any] = {}
         self._options: dict[str, Any] = {}
-        self._batches: list[tuple[Any, RandomState]] = []
         self._losses: list[Tensor] = []
         self._results: list[tuple[int, StepResult, list[Tensor]]] = []
         self._segment = folder
@@ -139,11 +137,8 @@ class Recorder(AbstractContextManager["Recorder"]):
 
         Syncs: for batches on a device.
         """
-        if not self._num_batches:
-            if self.step % self._every == 0:
-                self._begin_segment()
-            if self._repeat is not None:
-                self._repeat.begin()
+        if not self._num_batches and self.step % self._every == 0:
+            self._begin_segment()
         if self._snapshot_write is not None and self._snapshot_write.done():
             self._wait_for_snapshot()
         data, random = as_data(batch, "a batch", copies=self._repeat is not None), random_state.get()
@@ -153,7 +148,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             _save({"data": data, "random": tuple(random), **self._last_settings}, path)
         self._num_batches += 1
         if self._repeat is not None:
-            self._batches.append((data, random))
+            self._repeat.note(data, random)
 
     @property
     def _repeat(self) -> SecondRun | None:
@@ -221,8 +216,8 @@ class Recorder(AbstractContextManager["Recorder"]):
         if is_kept := self._num_batches > 0:
             self._write_step(options)
         if self._repeat is not None:
-            self._run_twice(self._repeat)
-        losses, self._losses, self._batches, self._num_batches = self._losses, [], [], 0
+            self._repeat.compare(self.step, self._losses)
+        losses, self._losses, self._num_batches = self._losses, [], 0
         result = step(**options)
         if is_kept:
             self._results.append((self.step, result, losses))
@@ -230,14 +225,6 @@ class Recorder(AbstractContextManager["Recorder"]):
         if len(self._results) >= _WAITING:
             self._read_results()
         return result
-
-    def _run_twice(self, second: SecondRun) -> None:
-        if not self._batches:
-            raise ConfigError(
-                f"record was asked to run step {self.step} twice, and no batch of it was noted. Write "
-                "`for batch in recorder.batches(loader)`, or recorder.note(batch) before each forward."
-            )
-        second.compare(self.step, self._batches, self._losses)
 
     def _settings(self) -> dict[str, Any]:
         """Return what a step depends on beside its batches: its options, and the numbers of each parameter group."""

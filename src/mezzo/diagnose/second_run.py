@@ -18,7 +18,6 @@ from ..step import Stepper
 from .trial import LossFn
 
 Backward = Callable[[Tensor], None]
-Batches = Sequence[tuple[Any, RandomState]]
 _Outcome = dict[str, Tensor]
 """What forward and backward of a step came to, by name: losses, gradients, buffers."""
 
@@ -49,26 +48,36 @@ class SecondRun:
 
     def __init__(self, amp: Stepper, backward: Backward, loss_fn: LossFn) -> None:
         self._amp, self._backward, self._loss_fn = amp, backward, loss_fn
+        self._batches: list[tuple[Any, RandomState]] = []
         self._buffers: dict[str, Tensor] = {}
         self._stamps: dict[int, Stamp] = {}
 
-    def begin(self) -> None:
-        """Keep what the step begins with, before its first forward. Syncs: no."""
-        self._buffers = {name: b.detach().clone() for name, b in self._amp.model.named_buffers()}
+    def note(self, batch: Any, random: RandomState) -> None:
+        """Keep a batch of the step and the random state it meets, before its forward; with the first the buffers. Syncs: no."""
+        if not self._batches:
+            self._buffers = {name: b.detach().clone() for name, b in self._amp.model.named_buffers()}
+        self._batches.append((batch, random))
 
     def after_backward(self) -> None:
         """Take note of gradients as a backward left them. Syncs: no."""
         self._stamps = stamps_of(grads_by_id(self._amp.model.parameters()))
 
-    def compare(self, step: int, batches: Batches, losses: Sequence[Tensor]) -> None:
+    def compare(self, step: int, losses: Sequence[Tensor]) -> None:
         """Run the step's forward and backward again; whatever comes of it, the last run's gradients stay.
+
+        What was kept of the step is dropped where the runs agree.
 
         Raises:
             InvariantError: two runs agree, and the other differs: hardware, or a loss_fn that is not what the loop computes.
-            ConfigError: no two runs agree, or gradients were edited since backward.
+            ConfigError: no two runs agree, no batch was noted, or gradients were edited since backward.
 
         Writes: gradients; buffers and random state come out as the step left them. Syncs: yes.
         """
+        if not self._batches:
+            raise ConfigError(
+                f"record was asked to run step {step} twice, and no batch of it was noted. Write "
+                "`for batch in recorder.batches(loader)`, or recorder.note(batch) before each forward."
+            )
         now = dict(grads_by_id(self._amp.model.parameters()))
         if any(not self._stamps[key].is_current(grad) for key, grad in now.items() if key in self._stamps):
             raise ConfigError(
@@ -76,11 +85,12 @@ class SecondRun:
                 "lose. Edit them in a hook of the parameter, or leave twice_every out."
             )
         first = self._outcome(losses)
-        second = self._again(batches)
+        second = self._again()
         wrong = _differing(first, second)
         if not wrong:
+            self._batches = []
             return
-        third = self._again(batches)
+        third = self._again()
         if _differing(second, third) and _differing(first, third):
             raise ConfigError(
                 f"record was asked to run step {step} twice, and three runs of it gave three results; {listed(wrong)} differ. The "
@@ -94,14 +104,14 @@ class SecondRun:
         buffers = {f"buffer {n}": b.detach().clone() for n, b in model.named_buffers()}
         return {**{f"loss {i}": loss for i, loss in enumerate(losses)}, **grads, **buffers}
 
-    def _again(self, batches: Batches) -> _Outcome:
+    def _again(self) -> _Outcome:
         self._amp.zero_grad()
         with torch.no_grad():
             for name, buffer in self._amp.model.named_buffers():
                 buffer.copy_(self._buffers[name])
         losses = []
         with random_state.kept():
-            for batch, random in batches:
+            for batch, random in self._batches:
                 random_state.set_(random)
                 loss = self._loss_fn(self._amp.model, batch)
                 self._backward(loss)
