@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -194,14 +194,13 @@ def check_sharded(model: nn.Module, policy: Policy) -> None:
         _check_reduce(policy)
     for name in sharded:
         given: MixedPrecisionPolicy = fsdp_precision(sharded[name])
-        for fqn, module in modules.items():
-            if next((one for one in (fqn, *names_around(fqn)) if one in sharded), None) != name:
-                continue
+        for fqn in [fqn for fqn in modules if _unit_of(fqn, sharded) == name]:
             precision = precision_of(policy, fqn, modules)
-            for param in module.parameters(recurse=False):
+            for param in modules[fqn].parameters(recurse=False):
                 if param.is_floating_point():
-                    unsharded = _checked_gather(policy, given, fqn, param_dtypes(policy, precision, module, param))
-                    reduced.append((fqn or "the root", given.reduce_dtype or unsharded))
+                    wanted = param_dtypes(policy, precision, modules[fqn], param)
+                    _check_gather(policy, given, fqn, wanted)
+                    reduced.append((fqn or "the root", given.reduce_dtype or given.param_dtype or wanted.stored))
         _check_output(policy, given, name)
     _check_reduction(policy, reduced)
     _check_uniform(model, sharded)
@@ -217,7 +216,12 @@ def reduced_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
     return found
 
 
-def _checked_gather(policy: Policy, given: MixedPrecisionPolicy, fqn: str, wanted: ParamDtypes) -> torch.dtype:
+def _unit_of(fqn: str, sharded: Container[str]) -> str | None:
+    """Return the sharded module that gathers the weights of a module's own: itself, or the nearest around it; None where none does."""
+    return next((name for name in (fqn, *names_around(fqn)) if name in sharded), None)
+
+
+def _check_gather(policy: Policy, given: MixedPrecisionPolicy, fqn: str, wanted: ParamDtypes) -> None:
     unsharded = given.param_dtype or wanted.stored
     if unsharded not in wanted.may_gather:
         may = " or ".join(dtype_name(dtype) for dtype in wanted.may_gather)
@@ -226,7 +230,6 @@ def _checked_gather(policy: Policy, given: MixedPrecisionPolicy, fqn: str, wante
             f"'{policy}' computes there in {may}: two mechanisms would cast them, each its own way. "
             "Write mezzo.distributed.fully_shard(model, policy, units=...), which makes a group of its own where dtypes differ."
         )
-    return unsharded
 
 
 def _check_reduction(policy: Policy, reduced: Sequence[tuple[str, torch.dtype]]) -> None:
