@@ -179,14 +179,14 @@ def _owners(policy: Policy, modules: Mapping[str, nn.Module]) -> list[_OwningMod
         if not own:
             continue
         shared = frozenset(holder for param in own for holder in holders[param])
-        ways = {param_dtypes(policy, rules[name], modules[name], p) for p in own for name in holders[p]}
+        wanted = {param_dtypes(policy, rules[name], modules[name], p) for p in own for name in holders[p]}
         has_inner_weights = len(list(module.parameters())) > len(own)
         # Attention reads the weights of its projection without calling it.
         is_read = "MultiheadAttention" in class_names(modules[fqn.rpartition(".")[0]])
         owners.append(
             _OwningModule(
                 name=fqn,
-                param_dtypes=_common(fqn, ways),
+                param_dtypes=_common(fqn, wanted),
                 num_parameters=sum(param.numel() for param in own if holders[param][0] == fqn),
                 is_pinned=len(shared) > 1 or has_inner_weights or is_read,
                 is_product=is_cast_at_use(class_names(module)),
@@ -196,36 +196,36 @@ def _owners(policy: Policy, modules: Mapping[str, nn.Module]) -> list[_OwningMod
     return owners
 
 
-def _common(what: str, ways: Iterable[ParamDtypes]) -> ParamDtypes:
-    """Return the one way in which weights can be gathered together: where they differ in gathering, as they are stored."""
-    found = list(ways)
-    stored = {way.stored for way in found}
+def _common(what: str, wanted: Iterable[ParamDtypes]) -> ParamDtypes:
+    """Return the dtypes in which weights can be gathered together: where they differ in gathering, as they are stored."""
+    found = list(wanted)
+    stored = {dtypes.stored for dtypes in found}
     if len(stored) > 1:
         spelled = " and ".join(sorted(map(dtype_name, stored)))
         raise PolicyError(
             f"weights of '{what or 'the root'}' would be stored in {spelled}, and what is gathered together has one "
             "dtype. Give them one dtype, or make a module of its own of the part that differs."
         )
-    return found[0] if len({way.unsharded for way in found}) == 1 else found[0].as_stored
+    return found[0] if len({dtypes.unsharded for dtypes in found}) == 1 else found[0].as_stored
 
 
 def _groups(unit: str, owners: Sequence[_OwningModule]) -> list[ShardGroup]:
-    rest = _way_of_unit(unit, owners)
-    lists: dict[ParamDtypes, list[_OwningModule]] = {}
+    own = _dtypes_of_unit(unit, owners)
+    apart: dict[ParamDtypes, list[_OwningModule]] = {}
     for owner in owners:
-        way = owner.param_dtypes
-        if not (owner.is_pinned or way == rest or (owner.is_product and way.as_stored == rest)):
-            lists.setdefault(way, []).append(owner)
+        dtypes = owner.param_dtypes
+        if not (owner.is_pinned or dtypes == own or (owner.is_product and dtypes.as_stored == own)):
+            apart.setdefault(dtypes, []).append(owner)
     groups = []
-    for way, members in lists.items():
+    for dtypes, members in apart.items():
         names, size = tuple(owner.name for owner in members), sum(owner.num_parameters for owner in members)
-        groups.append(ShardGroup(modules=names, param_dtypes=way, num_parameters=size))
+        groups.append(ShardGroup(modules=names, param_dtypes=dtypes, num_parameters=size))
     left = sum(owner.num_parameters for owner in owners) - sum(group.num_parameters for group in groups)
-    return [*groups, ShardGroup(modules=(unit,), param_dtypes=rest, num_parameters=left)]
+    return [*groups, ShardGroup(modules=(unit,), param_dtypes=own, num_parameters=left)]
 
 
-def _way_of_unit(unit: str, owners: Sequence[_OwningModule]) -> ParamDtypes:
-    """Choose how the weights are gathered that the unit itself gathers.
+def _dtypes_of_unit(unit: str, owners: Sequence[_OwningModule]) -> ParamDtypes:
+    """Choose in which dtypes the weights are gathered that the unit itself gathers.
 
     Those that have to be gathered by the unit come first. Then products: their output is a view, which torch does not
     like to see come out of a sharded module.
@@ -236,4 +236,4 @@ def _way_of_unit(unit: str, owners: Sequence[_OwningModule]) -> ParamDtypes:
     sizes: dict[ParamDtypes, int] = {}
     for owner in [owner for owner in owners if owner.is_product] or owners:
         sizes[owner.param_dtypes] = sizes.get(owner.param_dtypes, 0) + owner.num_parameters
-    return max(sizes, key=lambda way: sizes[way])
+    return max(sizes, key=sizes.__getitem__)
