@@ -77,7 +77,7 @@ def test_prepared_starts_where_autocast_does_and_goes_its_way(
 
 @pytest.mark.parametrize("name", ["accelerate", "fabric"])
 def test_other_libraries_train_the_same_model(name: str) -> None:
-    missing = VARIANTS[name].missing(torch.device("cpu"))
+    missing = VARIANTS[name].why_not_here(torch.device("cpu"))
     if missing:
         pytest.skip(missing)
     assert losses(VARIANTS[name], max_norm=0.1) == losses(VARIANTS["torch-autocast"], max_norm=0.1)
@@ -100,7 +100,7 @@ def test_rivals_are_mixed_precision_by_others() -> None:
 @pytest.mark.parametrize("name", ["flashoptim", "torchao"])
 def test_optimizers_of_others_train_16_bit_weights(name: str) -> None:
     device = torch.device("cuda" if name == "flashoptim" and torch.cuda.is_available() else "cpu")
-    if missing := VARIANTS[name].missing(device):
+    if missing := VARIANTS[name].why_not_here(device):
         pytest.skip(missing)
     model = make_model(32, 8, 3).to(device)
     setting, training = Setting(device=device, dtype=torch.bfloat16), Training(optimizer="AdamW", lr=0.1)

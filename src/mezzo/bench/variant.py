@@ -76,7 +76,7 @@ class Variant:
         """Modules loaded before the memory of a process is watched."""
         return tuple(_MODULES[library] for library in (self.wrapper, self.optimizer) if library in _MODULES)
 
-    def missing(self, device: torch.device) -> str:
+    def why_not_here(self, device: torch.device) -> str:
         """Return why this variant cannot run on a device here, or nothing if it can."""
         if self.tf32 and device.type != "cuda":
             return f"tf32 is a format of CUDA devices, and this one is {device.type}"
@@ -159,7 +159,7 @@ def find_variant(name: str, device: torch.device) -> Variant:
     """Return the variant of a name. Raises: BenchError: there is none, or it cannot run on this device."""
     if name not in VARIANTS:
         raise BenchError(f"unknown variant {name!r}.{did_you_mean(name, VARIANTS)}")
-    reason = VARIANTS[name].missing(device)
+    reason = VARIANTS[name].why_not_here(device)
     if reason:
         raise BenchError(f"variant {name} cannot run here: {reason}.")
     return VARIANTS[name]
@@ -167,4 +167,4 @@ def find_variant(name: str, device: torch.device) -> Variant:
 
 def those_that_run(names: tuple[str, ...], device: torch.device) -> tuple[str, ...]:
     """Return the names whose variants can run on a device here, in order."""
-    return tuple(name for name in names if not VARIANTS[name].missing(device))
+    return tuple(name for name in names if not VARIANTS[name].why_not_here(device))
