@@ -13,7 +13,7 @@ from tests.train.test_checkpoint import full_disk
 
 from mezzo.errors import CheckpointError, ConfigError
 from mezzo.train import TrainConfig, run
-from mezzo.train.metrics import SMOOTHING, MetricsLog, read_metrics, save_curves, smooth, tracking
+from mezzo.train.metrics import SMOOTHING, MetricsLog, SmoothedLoss, read_metrics, save_curves, tracking
 
 
 def update(step: int, **changes: object) -> dict[str, object]:
@@ -78,10 +78,11 @@ def test_a_folder_in_the_place_of_the_records_is_named(tmp_path: Path) -> None:
 
 def test_smoothing_is_the_weighted_mean_of_the_past() -> None:
     values = [3.0, 1.0, 4.0, 1.0, 5.0]
+    smoothed = list(map(SmoothedLoss().add, values))
     for end in range(1, 6):
         weights = [SMOOTHING ** (end - 1 - i) for i in range(end)]
         wanted = sum(w * v for w, v in zip(weights, values, strict=False)) / sum(weights)
-        assert smooth(values)[end - 1] == pytest.approx(wanted, rel=1e-12)
+        assert smoothed[end - 1] == pytest.approx(wanted, rel=1e-12)
 
 
 def test_the_picture_shows_the_records(tmp_path: Path) -> None:

@@ -202,15 +202,6 @@ class Outputs(NamedTuple):
     progress: Progress
 
 
-def smooth(values: list[float]) -> list[float]:
-    """Return the exponential moving average of values, without the bias of its start.
-
-    >>> [round(value, 3) for value in smooth([1.0, 3.0])]
-    [1.0, 2.026]
-    """
-    return list(map(SmoothedLoss().add, values))
-
-
 def save_curves(metrics: Path, picture: Path) -> None:
     """Draw the curves of a metrics file as PNG; the loss scale's where there is one, or where steps were skipped. Writes: as `write_whole`."""
     from matplotlib.figure import Figure
@@ -219,13 +210,13 @@ def save_curves(metrics: Path, picture: Path) -> None:
     updates = [r for r in records if r["kind"] == "update" and r["applied"]]
     skipped = [r["step"] for r in records if r["kind"] == "update" and not r["applied"]]
     evaluations = [r for r in records if r["kind"] == "evaluation"]
-    steps = [r["step"] for r in updates]
+    steps, losses = [r["step"] for r in updates], [r["loss"] for r in updates]
     scales = [(r["step"], r["scale"]) for r in records if r["kind"] == "update"]
     is_scaled = any(value != 1.0 for _, value in scales) or bool(skipped)
     figure = Figure(figsize=(7, 8 if is_scaled else 5.5), layout="constrained")
     loss, accuracy, *scale = figure.subplots(3 if is_scaled else 2, 1, sharex=True)
-    loss.plot(steps, [r["loss"] for r in updates], color="0.8", linewidth=0.8, label="train, each update")
-    loss.plot(steps, smooth([r["loss"] for r in updates]), label="train, smoothed")
+    loss.plot(steps, losses, color="0.8", linewidth=0.8, label="train, each update")
+    loss.plot(steps, list(map(SmoothedLoss().add, losses)), label="train, smoothed")
     loss.plot([r["step"] for r in evaluations], [r["loss"] for r in evaluations], "o-", label="dev")
     loss.set(ylabel="loss", ylim=(0.0, 1.05 * loss.get_ylim()[1]))  # losses that stay put lie on the edge else
     loss.legend()
