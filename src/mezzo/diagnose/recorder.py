@@ -111,8 +111,8 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._amp, self._every, self._twice_every = amp, every, twice_every
         self._second = SecondRun(amp, amp.backward, loss_fn) if twice_every and loss_fn else None
         self._num_batches = 0
-        self._last_settings: dict[str, Any] = {}
-        self._options: dict[str, Any] = {}
+        self._noted: dict[str, Any] = {}  # the settings beside the last batch
+        self._last_options: dict[str, Any] = {}
         self._losses: list[Tensor] = []
         self._results: list[tuple[int, StepResult, list[Tensor]]] = []
         self._segment = folder
@@ -142,10 +142,10 @@ class Recorder(AbstractContextManager["Recorder"]):
         if self._snapshot_write is not None and self._snapshot_write.done():
             self._wait_for_snapshot()
         data, random = as_data(batch, "a batch", copies=self._repeat is not None), random_state.get()
-        self._last_settings = self._settings()
+        self._noted = self._settings(self._last_options)
         with self._naming_failures():
             path = batch_file(self._segment, self.step, self._num_batches)
-            _save({"data": data, "random": tuple(random), **self._last_settings}, path)
+            _save({"data": data, "random": tuple(random), **self._noted}, path)
         self._num_batches += 1
         if self._repeat is not None:
             self._repeat.note(data, random)
@@ -226,17 +226,17 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._read_results()
         return result
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return what a step depends on beside its batches: its options, and the numbers of each parameter group."""
         groups = [group for optimizer in self._amp.optimizers for group in optimizer.param_groups]
         kept = [{k: x for k, v in group.items() if (x := _number_of(v)) is not None} for group in groups]
-        return {"options": self._options, "groups": kept}
+        return {"options": options, "groups": kept}
 
     def _write_step(self, options: dict[str, Any]) -> None:
         """Write the step's settings, before it is taken, if they changed since its last batch."""
-        self._options = as_data(options, "step", copies=True)
-        settings = self._settings()
-        if settings != self._last_settings:
+        self._last_options = as_data(options, "step", copies=True)
+        settings = self._settings(self._last_options)
+        if settings != self._noted:
             with self._naming_failures():
                 _save(settings, step_file(self._segment, self.step))
 
