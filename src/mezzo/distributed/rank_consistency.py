@@ -51,24 +51,28 @@ def audit(
     counts = [torch.tensor(number) for number in (num_steps, len(sums))]
     sent = torch.cat([torch.stack([*map(_bits_of, numbers.values()), *counts]), _totals(sums, shards)])
     differing = group.differing(sent)
-    if not any(differing):
-        return
     names = [*numbers, "the number of steps", "the number of parameters"]
-    table = _gathered(group, sent)
     for column, name in enumerate(names):
         if differing[column]:
-            own = table[:, column].view(torch.float64) if column < len(numbers) else table[:, column]
+            own = _gathered(group, sent[column].view(1)).flatten()
+            own = own.view(torch.float64) if column < len(numbers) else own
             shown = [f"{number:g}" if isinstance(number, float) else str(number) for number in own.tolist()]
             hint = "Load the same checkpoint, and call step() the same number of times, on all."
             _refuse(group, num_steps - 1, f"{name} is", shown, hint)
-    own = torch.stack([torch.tensor([index for _, index, _ in shards]), sums], dim=1)
-    rows = _gathered(group, own).transpose(0, 1).tolist()
-    parts = ((name, ranks, _differing_part(ranks)) for name, ranks in zip(params, rows, strict=True))
+    if any(differing):
+        own = torch.stack([torch.tensor([index for _, index, _ in shards]), sums], dim=1)
+        _refuse_params(group, num_steps - 1, list(params), _gathered(group, own), why_apart())
+
+
+def _refuse_params(group: Group, step: int, names: Sequence[str], rows: Tensor, why_apart: str) -> NoReturn:
+    """Refuse parameters of which each rank holds a part, with its index and checksum: shape (ranks, parameters, 2), int64."""
+    by_param = zip(names, rows.transpose(0, 1).tolist(), strict=True)
+    parts = ((name, ranks, _differing_part(ranks)) for name, ranks in by_param)
     apart = [found for found in parts if found[-1] is not None]
     first, ranks, part = apart[0]
     more = f" (one of {len(apart)} that differ)" if len(apart) > 1 else ""
     shown = [f"{found & 0xFFFFFFFFFFFFFFFF:016x}" if index == part else "" for index, found in ranks]
-    _refuse(group, num_steps - 1, f"the checksum of parameter '{first}'{more} is", shown, why_apart())
+    _refuse(group, step, f"the checksum of parameter '{first}'{more} is", shown, why_apart)
 
 
 def _gathered(group: Group, own: Tensor) -> Tensor:
