@@ -107,7 +107,7 @@ class Trainer:
             for rows in batches[done:]:
                 self._update(rows, out)
                 if self.position.step % self._eval_every == 0 or self.position.step == self.total:
-                    self._pause(out)
+                    self._evaluate_and_save(out)
 
     def _update(self, rows: list[int], out: Outputs) -> None:
         """Make one update of rows of the data. Writes: the model and its optimizer, the position, the log. Syncs: yes."""
@@ -142,7 +142,7 @@ class Trainer:
         mean = F.cross_entropy(logits_of(self.updater.model, batch), cast(Tensor, batch.labels_B))
         return mean * (len(own_rows) / len(rows))
 
-    def _pause(self, out: Outputs) -> None:
+    def _evaluate_and_save(self, out: Outputs) -> None:
         at = self.position
         at.seconds = time.perf_counter() - self._started
         if self._config.evaluate:
