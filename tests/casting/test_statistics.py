@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import mezzo
 from mezzo.errors import CastError
@@ -33,10 +35,11 @@ def test_they_are_those_of_fp32_but_for_rounding(name: str, rule: str, prepared:
         found = getattr(norm, kept)
         assert found.dtype is torch.float32
         torch.testing.assert_close(found, getattr(want, kept), rtol=2**-6, atol=2**-8)
-    before = {key: value.clone() for key, value in norm.state_dict().items()}
+    before = {key: (value.clone(), value._version) for key, value in norm.state_dict().items()}
     with mezzo.autocast("cpu", policy=policy):
         norm.eval()(x)
-    assert all(torch.equal(value, before[key]) for key, value in norm.state_dict().items())
+    for key, value in norm.state_dict().items():
+        assert torch.equal(value, before[key][0]) and value._version == before[key][1]
 
 
 def test_a_model_in_bf16_keeps_them_under_fp32() -> None:
@@ -75,3 +78,20 @@ def test_a_norm_that_no_kernel_takes_is_told_what_helps(dtype: torch.dtype, poli
     amp = mezzo.prepare(model.float(), torch.optim.SGD(model.parameters(), lr=0.1), policy)
     amp.backward(model(x).square().mean())
     assert amp.step() and bool(model[1].running_mean.any())
+
+
+@pytest.mark.parametrize("call", [
+    lambda x, mean, var: F.batch_norm(x, mean, var, training=True),
+    lambda x, mean, var: F.batch_norm(x, running_mean=mean, running_var=var, training=True),
+    lambda x, mean, var: torch.batch_norm(x, None, None, mean, var, True, 0.1, 1e-5, False),
+    lambda x, mean, var: F.instance_norm(x, mean, var),
+    lambda x, mean, var: torch.instance_norm(x, None, None, mean, var, True, 0.1, 1e-5, False),
+])  # fmt: skip
+def test_they_are_known_in_every_call(call: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    x = torch.randn(8, 4, 5, generator=torch.Generator().manual_seed(0)) + 1
+    want, found = ((torch.zeros(4), torch.ones(4)) for _ in range(2))
+    call(x, *want)
+    with mezzo.autocast("cpu", policy="bf16, op:batch_norm=low, op:instance_norm=low"):
+        call(x, *found)
+    torch.testing.assert_close(found, want, rtol=2**-6, atol=2**-8)
+    assert bool(found[0].all())

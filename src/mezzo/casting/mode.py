@@ -69,10 +69,10 @@ def tensors_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]
 
 
 def _statistics(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the running statistics that a norm was given, if any. Host only."""
-    at = _KEEP_STATISTICS[func]
-    named = [kwargs.get("running_mean"), kwargs.get("running_var")]
-    return [one for one in (*args[at : at + 2], *named) if one is not None]
+    """Return the running statistics that a norm is about to write. Host only."""
+    at, flag = _KEEP_STATISTICS[func], kwargs.get("training", kwargs.get("use_input_stats", func is F.instance_norm))
+    given = [*args[at : at + 2], kwargs.get("running_mean"), kwargs.get("running_var")]
+    return [one for one in given if one is not None] if (args[5] if len(args) > 5 else flag) else []
 
 
 class CastMode(TorchFunctionMode):
@@ -181,7 +181,7 @@ class CastMode(TorchFunctionMode):
             raise
         for own, cast in zip(kept, _statistics(func, args, kwargs) if kept else (), strict=True):
             if cast is not own:  # the op writes where it reads
-                own.copy_(torch.where(cast == own.to(cast.dtype), own, cast.to(own.dtype)))
+                own.copy_(cast)
         return map_tensors(out, lambda t: self._cast(t, low, device)) if low_out else out
 
     def _target(
