@@ -97,3 +97,16 @@ def test_a_record_of_somebody_else_is_not_called_empty() -> None:
             if is_root:
                 os.seteuid(0)
             kept.chmod(0o700)
+
+
+def test_a_folder_takes_one_recorder_at_a_time(tmp_path: Path) -> None:
+    """Ranks that were given one folder wrote their batches over each other's, without a word, until the first snapshot."""
+    amps = [mezzo.prepare(*build()[:2], policy="fp32") for _ in range(2)]
+    with mezzo.record(amps[0], tmp_path / "run"):
+        with pytest.raises(DataError, match="another record already; give a new folder, each rank its own"):
+            mezzo.record(amps[1], tmp_path / "run")
+    with mezzo.record(amps[0], tmp_path / "run") as recorder:  # which the first has left without a step
+        [batch] = recorder.batches(batches(1))
+        amps[0].backward(loss_fn(amps[0].model, batch))
+        assert amps[0].step().applied
+    assert mezzo.replay(tmp_path / "run", 0, build).is_healthy

@@ -6,7 +6,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +266,8 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._image = FileImage()  # gives the memory back
             for left in self._segment.glob(f"*{PARTIAL}"):
                 left.unlink()
+            with suppress(OSError):  # it holds a step
+                (self.folder / f"{0:08d}").rmdir()
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -318,10 +320,13 @@ def record(
     _ = amp.policy  # which a stepper that was released refuses
     check_trial("record", None, loss_fn)
     path = as_path("record", "folder", folder)
+    taken = f"{str(path)!r} holds another record already; give a new folder, each rank its own, or remove that one."
     if segments(path):
-        raise DataError(f"{str(path)!r} holds another record already; give a new folder, or remove that one.")
+        raise DataError(taken)
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        (path / f"{0:08d}").mkdir(parents=True)  # which one recorder alone can make
+    except FileExistsError as error:
+        raise DataError(taken) from error
     except OSError as error:
         raise DataError(f"cannot make the folder {str(path)!r}: {error.strerror}. Give record another.") from error
     return Recorder(amp, path, every, twice_every, loss_fn)
