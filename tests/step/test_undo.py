@@ -200,3 +200,25 @@ def test_a_generator_learns_from_what_it_made_before_a_step_of_its_critic_was_sk
         of_maker.zero_grad()
         amp.backward(-judge(fake).mean())
         amp.step(optimizer=of_maker)
+
+
+@pytest.mark.parametrize("is_made_first", [False, True])
+def test_bad_batches_of_two_networks_in_turn_are_skipped_one_by_one(is_made_first: bool) -> None:
+    """Whichever loss sees them first, and though the second is run again for its cause while the maker's graph waits."""
+    torch.manual_seed(0)
+    maker, judge = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8)), torch.nn.Linear(8, 1)
+    of_maker, of_judge = (torch.optim.Adam(net.parameters(), lr=0.01) for net in (maker, judge))
+    amp = mezzo.prepare(torch.nn.ModuleList([maker, judge]), [of_maker, of_judge], "bf16")
+    for index in range(7):
+        is_bad = index in (2, 4, 5)
+        z = torch.full((8, 4), float("nan")) if is_bad else torch.randn(8, 4)
+        of_judge.zero_grad()
+        fake = maker(z) if is_made_first else None
+        amp.backward(judge(torch.randn(8, 8)).mean())
+        fake = maker(z) if fake is None else fake
+        amp.backward(judge(fake.detach()).mean())
+        assert bool(amp.step(optimizer=of_judge)) is not is_bad
+        of_maker.zero_grad()
+        amp.backward(-judge(fake).mean())
+        assert bool(amp.step(optimizer=of_maker)) is not is_bad
+        assert maker[1].running_mean.isfinite().all()

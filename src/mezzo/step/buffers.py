@@ -163,8 +163,8 @@ class _Forward:
 class Buffers:
     """The buffers of a model, of any dtype, and what the forwards of this step made of them.
 
-    A forward belongs to the step if a backward pass comes through its output. Other forwards, and writes in between, belong
-    to no step. Copies are taken of what moved, so buffers that are never written cost one copy in all; the
+    A forward belongs to the step if a backward pass comes through its output, or its graph waits for one. Other forwards, and writes
+    in between, belong to no step. Copies are taken of what moved, so buffers that are never written cost one copy in all; the
     statistics of batch norm are copied in every step, and so are buffers that one of the first forwards wrote behind the
     version counter's back, as `buffer.data.mul_(0.9)` does.
 
@@ -280,7 +280,9 @@ class Buffers:
 
     def nonfinite_counts(self) -> dict[str, Tensor]:
         """Return how many elements of each buffer were inf or NaN before this step: shape (), int64. Syncs: no."""
-        kept = {name: slot.copy.value for name, slot in self.slots.items() if name not in self._exempt}
+        first = min(self._open(), key=lambda forward: forward.number, default=None)
+        before = self.copies() if first is None else first.before
+        kept = {name: copy.value for name, copy in before.items() if name not in self._exempt}
         return {name: (~value.isfinite()).sum() for name, value in kept.items() if value is not None}
 
     def dtypes(self) -> dict[str, torch.dtype]:
@@ -314,12 +316,11 @@ class Buffers:
         return moved, {s.name for (s, was), buffer in zip(moved, now, strict=True) if not is_alike(was.value, buffer)}
 
     def _moved(self) -> list[tuple[Slot, Copy]]:
-        forwards = self._used or self._open()  # of a backward that raised on its way to the output
-        if not forwards:  # a compiled model shows none of its forwards
+        first = min(self._open(), key=lambda forward: forward.number, default=None)  # of any loss
+        if first is None:  # a compiled model shows none of its forwards
             last = [(slot, self._last.get(name, ABSENT)) for name, slot in self.slots.items()]
             return [(slot, was) for slot, was in last if slot.is_moved(was)]
-        before = min(forwards, key=lambda forward: forward.number).before
-        slots = [(slot, before.get(name, ABSENT)) for name, slot in self.slots.items()]
+        slots = [(slot, first.before.get(name, ABSENT)) for name, slot in self.slots.items()]
         is_left = self._is_left()
         return [(slot, was) for slot, was in slots if slot.is_moved(was) and (is_left or not slot.is_foreign())]
 

@@ -130,8 +130,7 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
             p.grad = grad
         for registry, held in places:
             registry.update(held)
-        with torch.no_grad():
-            for buffer, before in buffers.items():
-                buffer.copy_(before)
+        for buffer, before in buffers.items():
+            buffer.data.copy_(before)  # what it was, so by no new version: graphs of other losses may hold it
         for module, mode in training.items():
             module.training = mode
