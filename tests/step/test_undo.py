@@ -141,9 +141,11 @@ def many() -> list[Tensor]:
 
 
 def test_copies_have_values_dtype_and_strides_and_share_no_memory() -> None:
-    tensors = many()
+    expanded = torch.randn(3, 1, 4).expand(2, 3, 5, 4)  # held once, as masks of all heads are
+    tensors = [*many(), expanded, expanded.mT]
     for copied, tensor in zip(copies_of(tensors), tensors, strict=True):
         assert torch.equal(copied, tensor)
+        assert copied.untyped_storage().nbytes() == tensor.untyped_storage().nbytes()
         assert (copied.dtype, copied.stride()) == (tensor.dtype, tensor.stride())
         assert not copied.requires_grad
         assert copied.numel() == 0 or copied.data_ptr() != tensor.data_ptr()

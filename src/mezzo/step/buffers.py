@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .._torch import NormBase, active_ddp, buffers_at, functorch_level, own_buffers, tree_leaves
 from ..stamp import Stamp, versions_of
-from .undo import choose_, copies_of, is_plain
+from .undo import choose_, copies_of, held_once, is_plain
 
 _FIRST_FORWARDS = 3
 """Forwards after which the values of buffers are compared too, not only their versions."""
@@ -40,7 +40,7 @@ class Copy:
 
     def is_finite(self) -> bool:
         """Whether there was a value of numbers that can be looked at, and no inf or NaN in it. Syncs: yes."""
-        return self.value is not None and is_plain(self.value) and bool(self.value.isfinite().all())
+        return self.value is not None and is_plain(self.value) and bool(held_once(self.value).isfinite().all())
 
 
 ABSENT = Copy(None, None, is_registered=False)
@@ -283,7 +283,7 @@ class Buffers:
         first = min(self._open(), key=lambda forward: forward.number, default=None)
         before = self.copies() if first is None else first.before
         kept = {name: copy.value for name, copy in before.items() if name not in self._exempt}
-        return {name: (~value.isfinite()).sum() for name, value in kept.items() if value is not None}
+        return {name: (~held_once(value).isfinite()).sum() for name, value in kept.items() if value is not None}
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """Return the dtype that each buffer had at first, or that the last forward which assigned it gave it."""

@@ -68,8 +68,18 @@ def _by_kind(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterable[list[tuple[Tens
     return kinds.values()
 
 
+def held_once(tensor: Tensor) -> Tensor:
+    """Return the elements of a tensor that its memory holds, where it was expanded, each once; any other tensor itself. Host only."""
+    if not is_plain(tensor) or tensor.is_contiguous():
+        return tensor
+    return tensor[tuple([slice(0, None if stride else 1) for stride in tensor.stride()])]
+
+
 def copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies of tensors, made in as many launches as there are dtypes and devices, or one by one on the CPU. Syncs: no."""
+    """Return copies of tensors, expanded as those are, made in as many launches as there are dtypes and devices, or one by one on the CPU. Syncs: no."""
+    once = list(map(held_once, tensors))
+    if any([one.shape != tensor.shape for one, tensor in zip(once, tensors, strict=True)]):
+        return [copy.expand(tensor.shape) for copy, tensor in zip(copies_of(once), tensors, strict=True)]
     if all([tensor.is_cpu for tensor in tensors]):
         return [(tensor.detach() if tensor.requires_grad else tensor).clone() for tensor in tensors]
     plain = list(map(is_plain, tensors))
