@@ -195,3 +195,25 @@ def test_masters_under_a_policy_without_16_bit_weights_are_refused_before_a_step
     amp = mezzo.prepare(model, optimizer, masters + ", scaling=none")
     amp.backward(model(torch.ones(3, 4)).square().mean())
     assert amp.step().applied
+
+
+@pytest.mark.parametrize(
+    ("make", "after"), [(torch.optim.AdamW, ""), (torch.optim.AdamW, "fp32"), (torch.optim.RMSprop, "")]
+)
+@pytest.mark.parametrize("policy", ["bf16-master", "bf16-master, master=fp32", "fp16-master, scaling=none"])
+def test_masters_of_a_stepper_that_is_gone_are_gone_on_from(
+    policy: str, make: Callable[..., torch.optim.Optimizer], after: str
+) -> None:
+    model = nn.Linear(4, 2)
+    optimizer, found = make(model.parameters(), lr=1e-5), []
+    for text in (policy, after or policy):
+        amp = mezzo.prepare(model, optimizer, text)
+        found.append(amp.export_weights())
+        for _ in range(3):
+            amp.backward(model(torch.ones(3, 4)).square().mean())
+            assert amp.step().applied
+            amp.zero_grad()
+        found.append({name: value.clone() for name, value in amp.export_weights().items()})
+        del amp
+    assert all(torch.equal(value, found[2][name]) for name, value in found[1].items())
+    assert not torch.equal(found[2]["weight"], found[3]["weight"])

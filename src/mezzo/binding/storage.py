@@ -149,10 +149,11 @@ def convert_(
         apply_to_tensors_(model, lambda tensor: tensor.to(to[tensor]) if tensor in to else tensor)
     for p in changed.values():
         # One after the other, so that of the fp32 weights no more than one is held beside what replaces them.
-        master = sharded.pop(p) if p in sharded else p.detach()
+        master, optimizer = sharded.pop(p) if p in sharded else p.detach(), owners.get(p)
+        if p.dtype in LOW_DTYPES and optimizer is not None and keeps_masters(optimizer):
+            master = optimizer.master(p).detach()
         if p.dtype is not targets[p]:
             _store_one_(p, master.to(targets[p]))
-        optimizer = owners.get(p)
         if optimizer is not None and keeps_masters(optimizer) and targets[p] in LOW_DTYPES:
             optimizer.set_masters_({p: master.to(torch.float32)})
     for p in has_own_grad_dtype:

@@ -8,6 +8,7 @@ from .adamw import AdamW as AdamW
 from .adopt import adopt as adopt
 from .adopt import keeps_masters as keeps_masters
 from .adopt import local_optimizer as local_optimizer
+from .adopt import masters_around as masters_around
 from .adopt import release as release
 from .adopt import stepped_optimizer as stepped_optimizer
 from .adopt import wrapped_optimizer as wrapped_optimizer

@@ -92,6 +92,12 @@ def wrapped_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer
     return optimizer.inner if isinstance(optimizer, MasterWeights) else optimizer
 
 
+def masters_around(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the `MasterWeights` that stands around an optimizer, as of a stepper that is gone; itself if none does."""
+    holder = getattr(vars(optimizer).get("load_state_dict"), "__self__", None)
+    return holder if isinstance(holder, MasterWeights) else optimizer
+
+
 def stepped_optimizer(
     optimizer: torch.optim.Optimizer, known: Sequence[torch.optim.Optimizer]
 ) -> torch.optim.Optimizer:

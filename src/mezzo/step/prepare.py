@@ -31,7 +31,7 @@ from ..binding.bind import bind
 from ..distributed import disconnect, refuse_flat, reshard_
 from ..errors import StepError, did_you_mean, kind_of, shown
 from ..formats import LOW_DTYPES, is_one_of
-from ..optim import adopt, local_optimizer, parameters, take_loaded_masters_, wrapped_optimizer
+from ..optim import adopt, local_optimizer, masters_around, parameters, take_loaded_masters_, wrapped_optimizer
 from ..policy import FP32_RULES, CacheName, Policy, PolicyLike, as_policy, write_module_rule
 from .engine import Engine
 from .foreign import OF_PREPARE
@@ -140,9 +140,10 @@ def _prepared(
     was, optimizers = original(inner, given), list[Optimizer]()
     sparse = {p for module in inner.modules() if is_sparse(module) for p in module.parameters(recurse=False)}
     for one in given:
-        if local_optimizer(one) is one:
-            take_loaded_masters_(one, undo)
-        optimizers.append(adopt(one, policy, is_dense=sparse.isdisjoint(parameters(one))))
+        known = masters_around(one) if policy.params in LOW_DTYPES else one
+        if local_optimizer(one) is known:
+            take_loaded_masters_(known, undo)
+        optimizers.append(adopt(known, policy, is_dense=sparse.isdisjoint(parameters(one))))
         undo.callback(let_go, optimizers[-1], one)
     undo.callback(remember_weights(inner, was))
     check_optimizers(optimizers, policy, ParameterNames(model, optimizers))
