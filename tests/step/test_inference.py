@@ -90,3 +90,20 @@ def test_a_closure_of_a_step_inside_of_inference_mode_has_gradients() -> None:
     with torch.inference_mode():
         assert amp.step(closure)
     assert not torch.equal(before[-1], next(reversed(list(model.parameters()))))
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16-master", "fp16-master, scaling=16"])
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
+def test_a_step_inside_of_a_region_is_the_step_it_is_outside(low: torch.dtype, policy: str) -> None:
+    weights = []
+    for inside in (False, True):
+        torch.manual_seed(0)
+        model = net()
+        amp = mezzo.prepare(model, torch.optim.AdamW(model.parameters()), policy)
+        for _ in range(3):
+            amp.zero_grad()
+            amp.backward(model(X).float().square().mean())
+            with torch.autocast("cpu", low, enabled=inside):
+                assert amp.step(max_norm=0.1)
+        weights.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))

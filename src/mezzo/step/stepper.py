@@ -284,6 +284,9 @@ class Stepper(PreparedRun):
         if torch.is_inference_mode_enabled():  # state made there could never be written again outside
             with torch.inference_mode(False):
                 return self.step(closure, max_norm=max_norm, clip_value=clip_value, optimizer=optimizer)
+        if closure is None and torch.is_autocast_enabled(kind := self._engine.gradients.device.type):
+            with torch.autocast(kind, enabled=False):  # which would cast what a step looks at
+                return self.step(max_norm=max_norm, clip_value=clip_value, optimizer=optimizer)
         for observer in self._observers:
             observer.before_step()
         engine = self._engine
