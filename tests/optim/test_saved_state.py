@@ -152,4 +152,27 @@ def test_a_momentum_that_is_sparse_is_for_sgd_alone(policy: str) -> None:
     entry = saved["optimizers"][0]["state"][0]
     entry["momentum_buffer"] = entry["momentum_buffer"].to_sparse()
     with pytest.raises(CheckpointError, match=r"\['momentum_buffer'\] is a tensor of torch.sparse_coo"):
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "name"),
+    [
+        (torch.optim.ASGD, {}, "ax"), (torch.optim.Rprop, {}, "prev"), (torch.optim.Adadelta, {}, "acc_delta"),
+        (torch.optim.RMSprop, {"centered": True}, "grad_avg"), (torch.optim.RAdam, {}, "step"),
+        (torch.optim.Adafactor, {}, "row_var"), (torch.optim.Adafactor, {}, "variance"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("policy", ["fp32", "bf16-master"])
+def test_what_a_step_of_torch_reads_is_asked_for_in_every_entry(
+    kind: Any, options: Any, name: str, policy: str
+) -> None:
+    model = torch.nn.Linear(3, 2)
+    amp = mezzo.prepare(model, kind(model.parameters(), **options), policy)
+    amp.backward(model(torch.ones(4, 3)).square().mean())
+    amp.step()
+    saved = amp.state_dict()
+    amp.load_state_dict(saved)
+    for entry in saved["optimizers"][0]["state"].values():
+        entry.pop(name, None)
+    with pytest.raises(CheckpointError, match=rf"state\[\d\] has no {name}, which a step of {kind.__name__} reads"):
         amp.load_state_dict(saved)

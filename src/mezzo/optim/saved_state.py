@@ -77,9 +77,10 @@ def check_saved(part: str, saved: Any, optimizer: Optimizer) -> None:
             refuse(where, f"belongs to none of the {len(params)} parameters")
     for group in groups:
         entries = {key: saved["state"][key] for key in group["params"] if saved["state"].get(key)}
+        dims = {key: min(max(owners[key].dim(), 1), 2) for key in entries}
         if _is_known(optimizer):
             _check_alike(part, entries)
-        _check_torch(part, group, entries, getattr(optimizer, "inner", optimizer))
+        _check_torch(part, group, entries, dims, getattr(optimizer, "inner", optimizer))
 
 
 def each_entry(saved: Mapping[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[Any, Any]:
@@ -214,14 +215,6 @@ def _check_alike(part: str, entries: Mapping[Any, Mapping[str, Any]]) -> None:
             refuse(f"{part}.state[{key!r}]", f"has no {missing[0]}, which others of its group have")
 
 
-_NEEDS = {
-    ("amsgrad", "exp_avg_sq"): "max_exp_avg_sq",
-    ("centered", "square_avg"): "grad_avg",
-    ("momentum", "square_avg"): "momentum_buffer",
-}
-"""Moments of torch's optimizers that an option asks for, beside one that is always there."""
-
-
 def _is_known(optimizer: Optimizer) -> bool:
     """Whether what the optimizer keeps is what torch's own keep by these names: it, or the one in a wrapper, is torch's or mezzo's."""
     kinds = [kind for kind in type(getattr(optimizer, "inner", optimizer)).__mro__ if kind is not Optimizer]
@@ -234,32 +227,38 @@ def is_torchs(optimizer: Optimizer) -> bool:
 
 
 def _check_torch(
-    part: str, group: Mapping[str, Any], entries: Mapping[Any, Mapping[str, Any]], optimizer: Optimizer
-) -> None:
-    """Refuse what one of torch's optimizers would stumble over in its next step: ranges are those that its constructor knows."""
+    part: str, group: Mapping[str, Any], entries: Mapping[Any, Mapping[str, Any]], dims: Mapping[Any, int], optimizer: Optimizer
+) -> None:  # fmt: skip
+    """Refuse what one of torch's optimizers would stumble over in its next step, as steps of small weights show: ranges are those that its constructor knows."""
     kind: Any = type(optimizer)
     if not is_torchs(optimizer):
         return
-    for (option, known), moment in _NEEDS.items():
-        if group.get(option) and any(known in entry and entry.get(moment) is None for entry in entries.values()):
-            refuse(part, f"has no {moment}, which {option}={group[option]} asks for")
     options = inspect.signature(kind).parameters.keys() & group.keys() - {"params", "lr", "nesterov", *HOW}
-    param, what = torch.zeros(1, 1, dtype=torch.float32, device="cpu"), f"do not fit {kind.__name__}"
+    small = {dim: torch.zeros((1,) * dim, dtype=torch.float32, device="cpu") for dim in {*dims.values()} or {2}}
+    what = f"do not fit {kind.__name__}"
     try:
-        probe = kind([param], lr=1e-3, **{name: group[name] for name in options})
+        probe = kind([*small.values()], lr=1e-3, **{name: group[name] for name in options})
         if isinstance(probe, torch.optim.LBFGS):  # asks for a closure
             return
         what = f"and state hold numbers that a step of {kind.__name__} cannot compute with"
-        param.grad = torch.zeros_like(param).to_sparse() if kind is torch.optim.SparseAdam else torch.zeros_like(param)
+        for param in small.values():
+            zeros = torch.zeros_like(param)
+            param.grad = zeros.to_sparse() if kind is torch.optim.SparseAdam else zeros
         probe.param_groups[0]["lr"] = number_of(group.get("lr", 1e-3))
         step = torch.no_grad()(partial(inspect.unwrap(kind.step), probe))  # unwrapped: hooks see no step of the run
         step()
         for counts in {tuple((k, number_of(e[k])) for k in sorted(_COUNTS & e.keys())) for e in entries.values()}:
-            probe.state[param].update(
-                (name, torch.tensor(float(count), dtype=torch.float32, device="cpu")) for name, count in counts
-            )
+            for param in small.values():
+                probe.state[param].update(
+                    (name, torch.tensor(float(count), dtype=torch.float32, device="cpu")) for name, count in counts
+                )
             step()
     except Exception as error:
         if is_out_of_memory(error):
             raise
         refuse(f"{part}.param_groups", f"{what}: {first_line(error)}")
+    for key, entry in entries.items():
+        made = probe.state[small[dims[key]]]
+        missing = [name for name in made if entry.get(name) is None]
+        if 0 < len(missing) < len(made):
+            refuse(f"{part}.state[{key!r}]", f"has no {missing[0]}, which a step of {kind.__name__} reads")
