@@ -164,6 +164,19 @@ def test_old_values_come_back_where_the_step_is_void(
         assert torch.equal(tensor, want)
 
 
+def test_entries_of_the_state_that_a_step_fills_hold_afterwards_what_they_held() -> None:
+    optimizer, params = made("momentum", 0)
+    optimizer.state[params[0]], optimizer.state[params[1]] = {"momentum_buffer": None}, {"name": "mine"}
+    before = everything(optimizer, params)
+    attempt = Attempt(optimizer, params, torch.ones(()))
+    optimizer.step()
+    assert all(isinstance(optimizer.state[p]["momentum_buffer"], Tensor) for p in params)
+    undo = attempt.finish()
+    assert undo is not None
+    undo()
+    assert same(everything(optimizer, params), before)
+
+
 def test_nothing_is_chosen_among_nothing() -> None:
     assert copies_of([]) == []
     choose_([], True)
