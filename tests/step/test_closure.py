@@ -214,6 +214,17 @@ class TestRetry:
         counters = amp.counters()
         assert (counters.seen, counters.applied, counters.skipped) == (10, 1, 9)
 
+    def test_the_gradients_of_a_try_are_dropped_before_the_next_one(self) -> None:
+        amp, _ = self.too_large(self.RETRY, "adamw")
+
+        def closure() -> Tensor:  # without amp.zero_grad(), which the loop calls before the step
+            loss = (amp.model(torch.ones(1, 4)) * 500).sum()
+            amp.backward(loss)
+            return loss
+
+        result = amp.step(closure)
+        assert result.applied and result.grad_norm == 1000.0
+
     def test_it_ends_at_the_floor(self) -> None:
         amp, closure = self.too_large(self.RETRY + ", scaling.min_scale=256", "adamw")
         with pytest.raises(LossScaleExhausted, match="floor 256"):
