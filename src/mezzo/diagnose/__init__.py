@@ -17,12 +17,12 @@ from .lint import lint as lint
 from .memory import MemoryReport as MemoryReport
 from .memory import memory as memory
 from .mismatch_report import MismatchReport as MismatchReport
+from .named_code import named_function as named_function
 from .recorder import Recorder as Recorder
 from .recorder import record as record
 from .replayer import ReplayedStep as ReplayedStep
 from .replayer import replay as replay
 from .replayer import segment_of as segment_of
-from .trial import named_function as named_function
 from .two_runs import mismatch as mismatch
 from .watch import Watch as Watch
 from .watch import watch as watch

@@ -31,7 +31,8 @@ from ..trace import Trace, TraceReport, is_called_from
 from .comparison import compare
 from .explain import explain
 from .lint import lint
-from .trial import LossFn, check_text, device_of, named_function
+from .named_code import check_text, named_function
+from .trial import LossFn, device_of
 
 
 class _ScriptStop(BaseException):

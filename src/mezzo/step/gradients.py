@@ -15,10 +15,9 @@ from .._torch import graph_task_id, is_pipeline_dry_run
 from ..casting import backward_message
 from ..distributed import is_summed_apart
 from ..errors import CastError, StepError, listed
-from ..kernels import GradientCheck, any_dtensor, move, norm_and_finite
-from ..loss_scale import AccumulationState, Flag, GradVersions, check_loss, either, host_decides, is_bad, without
+from ..kernels import any_dtensor, move, norm_and_finite
+from ..loss_scale import AccumulationState, Flag, GradVersions, check_loss, either, is_bad, without
 from ..optim import parameters
-from ..read_only import read_only
 from ..stamp import Stamp
 from .grad_passes import HALF_SHOWN, ShownGrads, add_up_parts_, measure_flush, true_gradients
 from .leftovers import (
@@ -34,39 +33,8 @@ from .leftovers import (
     refuse_replaced,
     why_no_gradients,
 )
+from .optimizer_grads import OptimizerGrads, grads_of
 from .strangers import refuse_scaled
-
-
-@read_only
-class OptimizerGrads:
-    """The gradients of one optimizer in a step, by its index among the prepared ones, the parameters that have some, at least one, and their check."""
-
-    optimizer: Optimizer
-    index: int
-    params: list[Tensor]
-    check: GradientCheck
-
-    def is_bad(self, device: torch.device) -> Flag:
-        """Return whether their norm is inf or NaN; see `is_bad`."""
-        known = self.check.known
-        return is_bad(self.check.norm, device) if known is None or not host_decides(device) else not known.is_finite()
-
-    @property
-    def grads(self) -> list[Tensor]:
-        """The gradients. A list made anew, since a step may replace them. Host only."""
-        return [p.grad for p in self.params if p.grad is not None]
-
-
-def grads_of(optimizers: Mapping[int, Optimizer], inv_scale: Tensor | None) -> list[OptimizerGrads]:
-    """Return the gradients of each optimizer that has any, checked. Syncs: no."""
-    found = []
-    for index, optimizer in optimizers.items():
-        params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if params:
-            check = norm_and_finite([p.grad for p in params], inv_scale)
-            found.append(OptimizerGrads(optimizer=optimizer, index=index, params=params, check=check))
-    return found
-
 
 NOTHING: AbstractContextManager[Any] = nullcontext()
 _HALF_A_SUM = "a backward(loss) that failed halfway, so the gradients are part of a sum"
