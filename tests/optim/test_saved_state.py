@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -177,3 +178,16 @@ def test_what_a_step_of_torch_reads_is_asked_for_in_every_entry(
         entry.pop(name, None)
     with pytest.raises(CheckpointError, match=rf"state\[\d\] has no {name}, which a step of {kind.__name__} reads"):
         amp.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("count", [torch.ones(3), math.nan, -1.0, "x"], ids=str)
+def test_a_count_of_rounded_steps_is_one_number(count: Any) -> None:
+    p = torch.nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16))
+    optimizer = mezzo.optim.MasterWeights(torch.optim.Adamax([p]), "stochastic")
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(saved)
+    saved["state"][0]["rounding_step"] = count
+    with pytest.raises(CheckpointError, match=r"state\[0\]\['rounding_step'\] is .*must be a finite number from 0"):
+        optimizer.load_state_dict(saved)

@@ -169,7 +169,7 @@ def _check_entry(part: str, entry: Mapping[str, Any], param: Tensor, optimizer: 
     adds_up = is_torchs(optimizer) and isinstance(optimizer, torch.optim.SGD)  # gradients, which may be sparse
     for name, value in entry.items():
         now, where = own.get(name), f"{part}[{name!r}]"
-        if is_known and name in _COUNTS:
+        if (is_known and name in _COUNTS) or name == "rounding_step":
             if not _is_number(value, 0):
                 refuse(where, f"is {_brief(value)}, and must be a finite number from 0")
         elif name in AUX_MODES:
