@@ -15,7 +15,7 @@ import pytest
 
 SRC = Path(__file__).parents[1] / "src" / "mezzo"
 KINDS = ("code", "docstring", "comment", "blank")
-FILES_AT_MOST, LINES_AT_MOST = 257, 48_805
+FILES_AT_MOST, LINES_AT_MOST = 256, 48_784
 LONGER = {"_torch.py": 604}
 """Files that may have more than 400 lines: all private names of torch stand in one."""
 _NO_CODE = {

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 import mezzo
 from mezzo.kernels.ops import adamw, sgd
 from mezzo.loss_scale import accumulation
-from mezzo.step import optimizer_grads, result
+from mezzo.step import gradients, result
 
 INF, NAN = float("inf"), float("nan")
 
@@ -36,7 +36,7 @@ class Net(nn.Module):
 
 def wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the host decide nothing, as for an accelerator, on the CPU's tensors."""
-    for module in (accumulation, optimizer_grads, result):
+    for module in (accumulation, gradients, result):
         monkeypatch.setattr(module, "host_decides", lambda device: False)
     for numbers in (adamw, sgd):
         monkeypatch.setattr(numbers, "is_counted_on_host", lambda step, lr: False)

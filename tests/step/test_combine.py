@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.step.combine import Findings, combine
-from mezzo.step.optimizer_grads import OptimizerGrads, grads_of
+from mezzo.step.gradients import OptimizerGrads, grads_of
 
 CPU = torch.device("cpu")
 

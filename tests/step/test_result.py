@@ -17,7 +17,7 @@ from torch import nn
 import mezzo
 from mezzo.errors import StepAttributeError, StepTypeError
 from mezzo.loss_scale import AccumulationState
-from mezzo.step.optimizer_grads import OptimizerGrads, grads_of
+from mezzo.step.gradients import OptimizerGrads, grads_of
 from mezzo.step.result import Skip, StepFlags, check_grads
 
 INF = math.inf

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzo.step.combine import _squares
-from mezzo.step.optimizer_grads import OptimizerGrads, grads_of
+from mezzo.step.gradients import OptimizerGrads, grads_of
 
 CPU = torch.device("cpu")
 

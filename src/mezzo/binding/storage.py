@@ -150,7 +150,7 @@ def convert_(
     for p in changed.values():
         # One after the other, so that of the fp32 weights no more than one is held beside what replaces them.
         master, optimizer = sharded.pop(p) if p in sharded else p.detach(), owners.get(p)
-        if p.dtype in LOW_DTYPES and optimizer is not None and keeps_masters(optimizer):
+        if master.dtype in LOW_DTYPES and optimizer is not None and keeps_masters(optimizer):
             master = optimizer.master(p).detach()
         if p.dtype is not targets[p]:
             _store_one_(p, master.to(targets[p]))

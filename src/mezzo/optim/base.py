@@ -250,7 +250,7 @@ class MasterOptimizer(KeepsMasters):
         known = self._kept_batches
         kept = {k: known[k] for k, step in enumerate(steps) if k in known and known[k].fits(step)}
         stale = {number: self._checked(step) for number, step in enumerate(steps) if number not in kept}
-        if stale:
+        if stale and self._aux:
             say_dropped(self, self._aux)
         for number, active in stale.items():
             kept[number] = KeptBatches(self._made(steps[number], active), steps[number], active)

@@ -18,7 +18,7 @@ from ..loss_scale import StepScaling
 from ..optim import MasterWeights, parameters
 from .engine import Engine
 from .grad_passes import clamp_
-from .optimizer_grads import OptimizerGrads
+from .gradients import OptimizerGrads
 from .result import StepFlags, StepResult
 from .update import Clip, true_grads_for
 

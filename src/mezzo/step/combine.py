@@ -11,7 +11,7 @@ from torch import Tensor
 from ..distributed import RankConsensus
 from ..kernels import any_dtensor, is_dtensor, move, num_shards, numbers_on
 from ..loss_scale import Flag
-from .optimizer_grads import OptimizerGrads
+from .gradients import OptimizerGrads
 
 
 class Findings(NamedTuple):

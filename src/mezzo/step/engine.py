@@ -22,11 +22,10 @@ from ..loss_scale import LossScale, ask_before_steps, is_bad
 from ..policy import Policy
 from .buffers import Buffers
 from .grad_passes import GradStats
-from .gradients import NOTHING, Gradients
+from .gradients import NOTHING, Gradients, OptimizerGrads
 from .invariants import ALWAYS, Invariants
 from .leftovers import refuse_repeated
 from .load_hooks import LoadHooks
-from .optimizer_grads import OptimizerGrads
 from .ranks import Ranks
 from .recovery import Recovery
 from .release import Original

@@ -15,9 +15,10 @@ from .._torch import graph_task_id, is_pipeline_dry_run
 from ..casting import backward_message
 from ..distributed import is_summed_apart
 from ..errors import CastError, StepError, listed
-from ..kernels import any_dtensor, move, norm_and_finite
-from ..loss_scale import AccumulationState, Flag, GradVersions, check_loss, either, is_bad, without
+from ..kernels import GradientCheck, any_dtensor, move, norm_and_finite
+from ..loss_scale import AccumulationState, Flag, GradVersions, check_loss, either, host_decides, is_bad, without
 from ..optim import parameters
+from ..read_only import read_only
 from ..stamp import Stamp
 from .grad_passes import HALF_SHOWN, ShownGrads, add_up_parts_, measure_flush, true_gradients
 from .leftovers import (
@@ -33,8 +34,39 @@ from .leftovers import (
     refuse_replaced,
     why_no_gradients,
 )
-from .optimizer_grads import OptimizerGrads, grads_of
 from .strangers import refuse_scaled
+
+
+@read_only
+class OptimizerGrads:
+    """The gradients of one optimizer in a step, by its index among the prepared ones, the parameters that have some, at least one, and their check."""
+
+    optimizer: Optimizer
+    index: int
+    params: list[Tensor]
+    check: GradientCheck
+
+    def is_bad(self, device: torch.device) -> Flag:
+        """Return whether their norm is inf or NaN; see `is_bad`."""
+        known = self.check.known
+        return is_bad(self.check.norm, device) if known is None or not host_decides(device) else not known.is_finite()
+
+    @property
+    def grads(self) -> list[Tensor]:
+        """The gradients. A list made anew, since a step may replace them. Host only."""
+        return [p.grad for p in self.params if p.grad is not None]
+
+
+def grads_of(optimizers: Mapping[int, Optimizer], inv_scale: Tensor | None) -> list[OptimizerGrads]:
+    """Return the gradients of each optimizer that has any, checked. Syncs: no."""
+    found = []
+    for index, optimizer in optimizers.items():
+        params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if params:
+            check = norm_and_finite([p.grad for p in params], inv_scale)
+            found.append(OptimizerGrads(optimizer=optimizer, index=index, params=params, check=check))
+    return found
+
 
 NOTHING: AbstractContextManager[Any] = nullcontext()
 _HALF_A_SUM = "a backward(loss) that failed halfway, so the gradients are part of a sum"
@@ -65,7 +97,7 @@ class Gradients:
         self._versions, self._is_shown = GradVersions(), False
         self._pending: AccumulationState | None = None
         self._closed: AccumulationState | None = None
-        self._penalty_bad: Flag = False
+        self.penalty_bad: Flag = False
         self._leftovers, self.layouts = Leftovers(optimizers, names), WeightLayouts(optimizers, names)
 
     def refresh(self) -> None:
@@ -113,12 +145,12 @@ class Gradients:
             raise StepError(f"{call} {NO_OPTIMIZER}")
         pending = None if self.is_abandoned or self._are_zeroed(params) else self._pending
         if pending is None:
-            pending = AccumulationState(scale, self.device, penalty_bad=self._penalty_bad)
+            pending = AccumulationState(scale, self.device, penalty_bad=self.penalty_bad)
             if scale is not None:
                 self._leftovers.note_begun()
             if held := [p for p in params if p.grad is not None]:
                 self._leftovers.open(pending, held, self._versions.stamps)
-            self._pending, self._penalty_bad = pending, False
+            self._pending, self.penalty_bad = pending, False
         else:
             self._refuse_broken(pending, call)
             self._accept_edits(pending, params)
@@ -155,14 +187,9 @@ class Gradients:
         return loss if is_pipeline_dry_run() else self._pending.scaled(loss)
 
     def grad(
-        self,
-        outputs: Tensor,
-        inputs: Sequence[Tensor],
-        scale: Tensor | None,
-        create_graph: bool,
-        retain_graph: bool | None,
+        self, outputs: Tensor, inputs: Sequence[Tensor], scale: Tensor | None, create_graph: bool, retain_graph: bool | None,
         allow_unused: bool,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         """Return true gradients, computed scaled; see `Stepper.grad`. Syncs: no."""
         check_loss(outputs, self._loss_dtype, "amp.grad(outputs, inputs)")
         scale = scale if self._pending is None else self._pending.scale
@@ -325,10 +352,8 @@ class Gradients:
     def _note_penalty(self, outputs: Tensor, found: Iterable[Tensor]) -> None:
         """Remember that true gradients of a finite number came out not finite: then the scale is to blame."""
         bad = without(self._are_bad(found), is_bad(outputs.detach(), self.device))
-        if self._pending is not None:
-            self._pending.penalty_bad = either(bad, self._pending.penalty_bad)
-        else:
-            self._penalty_bad = either(bad, self._penalty_bad)
+        step = self._pending or self
+        step.penalty_bad = either(bad, step.penalty_bad)
 
     def _note_bad(self, pending: AccumulationState) -> None:
         """Remember of which optimizers gradients of this step are not finite. Syncs: no."""

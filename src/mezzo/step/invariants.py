@@ -20,7 +20,7 @@ from ..formats import widest
 from ..kernels import AUX_STATE, CHUNK, check_memory, chunks, is_dtensor, local, read_master, values
 from ..loss_scale import say_hooked
 from ..optim import MOMENTS, keeps_masters
-from .optimizer_grads import OptimizerGrads
+from .gradients import OptimizerGrads
 from .result import StepFlags
 
 T = TypeVar("T")

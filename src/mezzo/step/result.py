@@ -19,7 +19,7 @@ from ..read_only import read_only
 from .combine import Findings, combine
 from .foreign import OF_RESULT
 from .grad_passes import GradStats
-from .optimizer_grads import OptimizerGrads
+from .gradients import OptimizerGrads
 
 Skip = Literal["together", "independent"]
 """What several optimizers do when one has bad gradients: all skip, or that one."""

@@ -37,8 +37,7 @@ from ..policy import ScalingConfig
 from ..stamp import versions_of
 from . import fused_adam
 from .grad_passes import clamp_, multiply_
-from .gradients import AFTER_BACKWARD, NOTHING
-from .optimizer_grads import OptimizerGrads
+from .gradients import AFTER_BACKWARD, NOTHING, OptimizerGrads
 from .ranks import option_lines
 from .result import Skip, StepFlags
 from .strangers import NO_SCALER, is_called_by_scaler
