@@ -72,7 +72,7 @@ def test_an_end_past_python_is_told_as_an_end(
     ("p = fork.Process(target=train, args=(True,))\np.start(); p.join()", 1),
     ("p = fork.Process(target=train)\np.start(); p.join()", 0),
     ("with fork.Pool(2) as pool: pool.map(train, [False, True])", 1),
-    ("with fork.Pool(2) as pool: pool.map(train, [False, False])", 0),
+    ("pool = fork.Pool(2)\npool.map(train, [False, False])\npool.close(); pool.join()", 0),
     ("with ProcessPoolExecutor(2, fork) as pool: list(pool.map(train, [False, True]))", 1),
 ])  # fmt: skip
 def test_a_fork_leaves_its_report_and_prints_none(
