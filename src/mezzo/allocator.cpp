@@ -83,10 +83,11 @@ Allocator& allocator = *new Allocator;  // never destroyed: tensors are made unt
 
 }  // namespace
 
-// Has torch take these blocks from now on, or its own again; returns 0 where it has another allocator than its own. Once it has this one it keeps it, for the sake of
-// blocks that are there.
+// Has torch take these blocks from now on, or its own again; returns 0 where it has another allocator than its own.
+// Once it has this one it keeps it, for the sake of blocks that are there.
 extern "C" int mezzo_allocator_fit(int on) {
   if (c10::GetCPUAllocator() == c10::GetDefaultCPUAllocator()) c10::SetCPUAllocator(&allocator);
-  allocator.fits = on && c10::GetCPUAllocator() == &allocator;
-  return c10::GetCPUAllocator() == &allocator;
+  const bool is_taken = c10::GetCPUAllocator() == &allocator;
+  allocator.fits = on && is_taken;
+  return is_taken;
 }

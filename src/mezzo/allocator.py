@@ -20,7 +20,8 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # parameters of mallop
 _KEEP = {_MMAP_MAX: 0, _TRIM_THRESHOLD: -1}
 _UNDO = {_MMAP_MAX: 65536, _MMAP_THRESHOLD: 32 << 20, _TRIM_THRESHOLD: 64 << 20}
 """glibc's default count of maps, and the largest thresholds its own adjustment reaches, which mallopt ends for good."""
-SOURCE = Path(__file__).with_suffix(".cpp")
+_SOURCE = Path(__file__).with_suffix(".cpp")
+_GAPS = "memory is kept with gaps between tensors, so the peak is higher: %s"
 _OTHERS = {
     "mallctl": "jemalloc",
     "tc_version": "tcmalloc",
@@ -98,24 +99,22 @@ def keep_memory() -> KeptMemory:
         _set(glibc, _UNDO)
         return KeptMemory(None, "glibc refused the settings")
     if blocks is not None and not blocks.mezzo_allocator_fit(1):
-        _log.warning(
-            "memory is kept with gaps between tensors, so the peak is higher: another library gave torch its allocator"
-        )
+        _log.warning(_GAPS, "another library gave torch its allocator")
     return KeptMemory(glibc)
 
 
 @cache
 def _blocks() -> ctypes.CDLL | None:
     """Return what gives torch blocks that fit again (`allocator.cpp`), compiled once; None, with a warning, where it cannot be."""
+    if "THP_MEM_ALLOC_ENABLE" in os.environ:  # torch's own setting, which its own blocks alone follow
+        return None
     home = Path(torch.__file__).parent
     names = {"_GLIBCXX_USE_CXX11_ABI": int(torch.compiled_with_cxx11_abi()), "MEZZO_TORCH": torch.version.git_version}
     options = [f"-D{name}={value}" for name, value in names.items()]
-    if "THP_MEM_ALLOC_ENABLE" in os.environ:  # torch's own setting, which its own blocks alone follow
-        return None
     try:
-        return library(SOURCE, "-std=c++20", *options, f"-I{home / 'include'}", f"-L{home / 'lib'}", "-lc10")
+        return library(_SOURCE, "-std=c++20", *options, f"-I{home / 'include'}", f"-L{home / 'lib'}", "-lc10")
     except NativeBuildError as error:
-        _log.warning("memory is kept with gaps between tensors, so the peak is higher: %s. %s", error, error.remedy)
+        _log.warning(_GAPS, f"{error}. {error.remedy}")
         return None
 
 
