@@ -68,11 +68,12 @@ def check_saved(part: str, saved: Any, optimizer: Optimizer) -> None:
                 refuse(f"{part}.param_groups[{index}]['{name}']", f"is {_brief(given[name])}, and must be {wanted}")
     check_mapping(f"{part}.state", saved.get("state"))
     owners = dict(zip(chain.from_iterable(group["params"] for group in groups), params, strict=True))
+    inner = getattr(optimizer, "inner", optimizer)  # whose state it is
     for key, entry in saved["state"].items():
         where = f"{part}.state[{shown(key)}]"
         if key in owners:
             check_mapping(where, entry)
-            _check_entry(where, entry, owners[key], getattr(optimizer, "inner", optimizer))
+            _check_entry(where, entry, owners[key], inner)
         elif isinstance(key, int) and key not in optimizer.state:  # any other is a key of the optimizer's own
             refuse(where, f"belongs to none of the {len(params)} parameters")
     for group in groups:
@@ -80,7 +81,7 @@ def check_saved(part: str, saved: Any, optimizer: Optimizer) -> None:
         dims = {key: min(max(owners[key].dim(), 1), 2) for key in entries}
         if _is_known(optimizer):
             _check_alike(part, entries)
-        _check_torch(part, group, entries, dims, getattr(optimizer, "inner", optimizer))
+        _check_torch(part, group, entries, dims, inner)
 
 
 def each_entry(saved: Mapping[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[Any, Any]:
